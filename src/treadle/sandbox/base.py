@@ -1,0 +1,32 @@
+"""A place where untrusted code runs: one sandbox per episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+
+class ExecResult(msgspec.Struct, frozen=True):
+    code: int | None  # exit status; None when a signal or a limit ended it
+    output: str  # stdout and stderr together, capped while reading: head and tail kept
+    truncated: bool
+    timed_out: bool
+    seconds: float
+    backend: str
+
+
+class Sandbox(Protocol):
+    async def exec(self, command: Sequence[str], timeout: float = 20.0, output_limit: int = 16_384) -> ExecResult: ...
+
+    async def write(self, files: Mapping[str, str]) -> None:
+        """Write text files, paths relative to the work tree. A path that leaves it is a ValueError."""
+
+    async def read(self, path: str) -> str:
+        """One regular file's text, never following a link. FileNotFoundError when it isn't there."""
+
+    async def reset(self) -> None:
+        """Back to the template, in place."""
+
+    async def close(self) -> None: ...
