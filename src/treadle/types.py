@@ -261,6 +261,7 @@ class Tool(Record, frozen=True):
     description: str
     parameters: dict[str, Any]  # JSON schema of an object
     effect: Effect
+    end: End | None = None  # with effect "end": how the episode then ended
     failures: tuple[str, ...] = ()  # codes a result may carry
     timeout: float = 30.0  # seconds
 
