@@ -7,6 +7,21 @@ from typing import Protocol
 
 import msgspec
 
+MIB = 1 << 20
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one sandbox may use. Sizes in bytes; `processes` and the three after it hold for each command."""
+
+    disk: int = 64 * MIB  # everything written in one episode: work tree, /tmp and /dev/shm together
+    inodes: int = 20_000
+    memory: int = 512 * MIB  # resident memory of all the processes of a command together
+    processes: int = 64
+    address_space: int = 1024 * MIB  # per process
+    cpu_seconds: int = 20  # per process
+    file_size: int = 32 * MIB
+    open_files: int = 256
+
 
 class ExecResult(msgspec.Struct, frozen=True):
     code: int | None  # exit status; None when a signal or a limit ended it
