@@ -1,9 +1,10 @@
 """What is served becomes trajectories: requests are matched to the conversations they continue.
 
 A conversation is matched message by message; where it matches, the ids that were sampled stand, and only what is new is
-rendered. An episode is stored once, when it ends: with a final reply (before the client gets it, so that no crash can
-lose it), or when the client has been silent too long, or when the server stops. What a client says after a final reply
-opens a new episode with the old one's nodes as untrained context, so that every sampled token is trained once.
+rendered. An episode is stored once, when it ends: with a reply that leaves the client no call to answer (before the
+client gets it, so that no crash can lose it), or when the client has been silent too long, or when the server stops.
+What a client says later opens a new episode with the old one's nodes as untrained context, so that every sampled token
+is trained once.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from treadle.types import (
     Trajectory,
     to_builtins,
 )
+
+KEPT = 256  # stored episodes a client may still go on from with the exact ids
 
 
 class Served:
@@ -77,6 +80,7 @@ class Served:
         for node in old.path(leaf):
             parent = len(new.sent) - 1 if new.sent else None
             copy = new.add(node.message, self.sent[node.id], list(node.tokens), parent)
+            copy.stop = node.stop
             copy.extra = {"copied_from": f"{old.id}#{node.id}"}
         return new
 
@@ -100,7 +104,7 @@ class Sessions:
         self.contract = contract
         self.idle_seconds = idle_seconds
         self.counts = {"replies": 0, "stored": 0, "rewritten": 0}  # rewritten: histories with replies we never gave
-        self._open: dict[str, Served] = {}
+        self._known: dict[str, Served] = {}
 
     async def reply(self, request: Request) -> Reply:
         """Answer one request. Raises RequestError, or InfrastructureError of the engine; nothing is kept then."""
@@ -118,12 +122,14 @@ class Sessions:
         return reply
 
     async def sweep(self) -> None:
-        """Store what has gone silent, and forget stored episodes that nobody took up again."""
+        """Store what has gone silent, and forget the oldest of what is stored."""
         now = time.monotonic()
-        for served in list(self._open.values()):
+        for served in list(self._known.values()):
             if served.waiting == 0 and now - served.touched >= self.idle_seconds:
-                await self._store(served, self._end_of_silent(served))
-                del self._open[served.trajectory.id]
+                await self._store(served, served.end or End.INTERRUPTED)
+        stored = sorted((served for served in self._known.values() if served.stored), key=lambda served: served.touched)
+        for served in stored[:-KEPT]:
+            del self._known[served.trajectory.id]
 
     async def close(self) -> None:
         """Store everything, as the server stops."""
@@ -131,7 +137,7 @@ class Sessions:
         await self.sweep()
 
     def health(self) -> dict[str, object]:
-        open_now = sum(not served.stored for served in self._open.values())
+        open_now = sum(not served.stored for served in self._known.values())
         return {"status": "ok", "model": self.model, "version": self.engine.version, "open": open_now, **self.counts}
 
     # ------------------------------------------------------------ which conversation
@@ -140,7 +146,7 @@ class Sessions:
         """The episode that holds the longest beginning of `messages` with at least one reply in it."""
         best: tuple[int, bool, float] = (0, False, 0.0)
         found: tuple[Served, int] | None = None
-        for served in self._open.values():
+        for served in self._known.values():
             leaf = served.match(messages) if served.tools == tools else None
             if leaf is None:
                 continue
@@ -197,7 +203,7 @@ class Sessions:
         self._note_sampling(trajectory, node, params)
         served.end = self._final(served, message, sample)
         served.touched = time.monotonic()
-        self._open[trajectory.id] = served
+        self._known[trajectory.id] = served
         return Reply(
             id=f"chatcmpl-{trajectory.id}-{node.id}",
             model=self.model,
@@ -242,20 +248,16 @@ class Sessions:
     # ------------------------------------------------------------ how it ended
 
     def _final(self, served: Served, message: Message, sample: Sample) -> End | None:
-        """How a reply ends the episode, or None when the client is to act on it."""
+        """How a reply ends the episode, or None when the client has calls to run and to answer."""
         if sample.stop is not StopReason.STOP:
-            return None
+            return CLEAN_STOPS.get(sample.stop) or End.INTERRUPTED
         if not message.tool_calls:
             return act_of(self.contract, message.content) if self.contract else End.ANSWERED
+        if any(call.arguments is None for call in message.tool_calls):
+            return End.INTERRUPTED  # broken: the client has text, and nothing to run
         tools = {tool.name: tool for tool in served.tools}
-        ends = [tools[call.name] for call in message.tool_calls if call.name in tools and call.arguments is not None]
-        return next((tool.end or End.ANSWERED for tool in ends if tool.effect is Effect.END), None)
-
-    def _end_of_silent(self, served: Served) -> End:
-        if served.end is not None:
-            return served.end
-        stop = served.trajectory.nodes[-1].stop
-        return CLEAN_STOPS.get(stop) or End.INTERRUPTED if stop else End.INTERRUPTED
+        called = [tools[call.name] for call in message.tool_calls if call.name in tools]
+        return next((tool.end or End.ANSWERED for tool in called if tool.effect is Effect.END), None)
 
     async def _store(self, served: Served, end: End) -> None:
         if served.stored:
