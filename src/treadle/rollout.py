@@ -102,7 +102,7 @@ class Loop:
         self.params = msgspec.structs.replace(
             params, stop_ids=renderer.stop_ids, max_tokens=self.contract.budget.reply_tokens
         )
-        self._fingerprint = self.contract.fingerprint(renderer.tool_block(self.contract.tools))
+        self._fingerprint = self.contract.fingerprint(renderer.tool_block(self.contract.tools, self.contract.acts))
 
     async def collect(
         self, jobs: Sequence[Job], concurrency: int, on_done: Callable[[Trajectory], None] | None = None
@@ -186,7 +186,7 @@ class Loop:
 
     def _open(self, trajectory: Trajectory, task: Task) -> None:
         for i, message in enumerate(task.messages):
-            ids = self.renderer.delta(message, first=i == 0, tools=self.contract.tools if i == 0 else ())
+            ids = self.renderer.delta(message, first=i == 0, tools=self.contract.tools, acts=self.contract.acts)
             append(trajectory, message, ids)
 
     async def _reply(self, trajectory: Trajectory, seed: int) -> tuple[Node, Sample]:

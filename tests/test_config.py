@@ -1,0 +1,49 @@
+from pathlib import Path
+
+import pytest
+
+from treadle import config
+from treadle.errors import ConfigError
+
+
+def test_defaults_survive_a_round_trip_through_toml(tmp_path: Path) -> None:
+    settings = config.load(None, ["rl.steps=3", "model.base=tiny"])
+    path = tmp_path / "treadle.toml"
+    path.write_text(config.dump(settings))
+    assert config.load(path) == settings
+    assert settings.rl.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("rl.stepz=3", "did you mean 'rl.steps'"),  # F91: unknown keys name the nearest
+        ("sead=1", "did you mean 'seed'"),
+        ("rl.steps=many", "Expected `int`, got `str`"),
+        ("rl.steps", "section.key=value"),
+        ("seed.deep=1", "unknown|not a section|Expected"),
+        ("rl.group=1", "no baseline"),
+        ("pack_tokens=10", "at least model.context"),
+        ("model.dtype=int3", "bfloat16"),
+        ("eval.episodes=0", "at least 1"),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_remedy(override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config.load(None, [override])
+
+
+def test_files_that_are_missing_or_broken_say_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="treadle init"):
+        config.load(tmp_path / "treadle.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[rl\nsteps = 3")
+    with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML"):
+        config.load(broken)
+
+
+def test_an_override_wins_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "treadle.toml"
+    path.write_text("[rl]\nsteps = 5\nrefills = 1\n")
+    settings = config.load(path, ["rl.steps=7"])
+    assert (settings.rl.steps, settings.rl.refills) == (7, 1)

@@ -1,0 +1,44 @@
+import numpy as np
+
+from treadle.curriculum import Curriculum
+from treadle.types import Message, Task, TaskKind
+
+
+def make(name: str, level: str = "1") -> Task:
+    message = Message(role="user", content=name)
+    return Task(id=name, environment="e", kind=TaskKind.SOLVABLE, messages=(message,), labels={"level": level})
+
+
+def test_tasks_at_the_edge_of_ability_are_practised_most() -> None:
+    curriculum = Curriculum([make(name) for name in ("always", "never", "sometimes")])
+    for _ in range(10):
+        curriculum.observe("always", [1.0] * 8)
+        curriculum.observe("never", [0.0] * 8)
+        curriculum.observe("sometimes", [1.0, 0.0] * 4)
+    rng = np.random.default_rng(0)
+    first = [curriculum.choose(1, rng)[0].id for _ in range(100)]
+    assert first.count("sometimes") > 90
+
+
+def test_a_family_lends_its_pass_rate_to_tasks_not_yet_tried() -> None:
+    hard = [make(f"hard{i}", "3") for i in range(4)]
+    curriculum = Curriculum([*hard, make("easy")])
+    for task in hard[:3]:
+        curriculum.observe(task.id, [0.0] * 8)
+    assert curriculum.pass_rate("hard3") < 0.1 < curriculum.pass_rate("easy")
+
+
+def test_ungraded_rollouts_and_unknown_tasks_teach_nothing() -> None:
+    curriculum = Curriculum([make("a"), make("b")])
+    before = curriculum.pass_rate("a")
+    curriculum.observe("a", [None, None])
+    curriculum.observe("elsewhere", [1.0])
+    assert curriculum.pass_rate("a") == before
+
+
+def test_the_same_seed_chooses_the_same_tasks() -> None:
+    curriculum = Curriculum([make(str(i)) for i in range(50)])
+    chosen = [[t.id for t in curriculum.choose(8, np.random.default_rng(3))] for _ in range(2)]
+    assert chosen[0] == chosen[1]
+    assert len(set(chosen[0])) == 8
+    assert not set(chosen[0]) & {t.id for t in curriculum.choose(8, np.random.default_rng(3), frozenset(chosen[0]))}
