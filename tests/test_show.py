@@ -83,7 +83,7 @@ def test_messages_calls_failures_signals_and_end() -> None:
 def test_trained_tokens_are_bracketed_where_there_is_no_colour() -> None:
     """Exactly what was sampled, the stop id with it; the header is not."""
     text = printed(episode(), tokens=True)
-    assert "assistant\n  ⟦hello<|im_end|>⟧" in text and text.count("⟦") == 2
+    assert "↵<|im_start|>assistant\n  ⟦hello<|im_end|>⟧" in text and text.count("⟦") == 2
     trajectory = episode()
     total = sum(len(node.tokens) for node in trajectory.nodes)
     assert f"{total} tokens, 5 trained ({5 / total:.0%})" in text

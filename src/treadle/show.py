@@ -31,7 +31,7 @@ def show(trajectory: Trajectory, renderer: Renderer | None = None, marks: bool =
         parts.append(_header(node))
         body = _tokens(node, renderer, marks) if renderer and node.tokens else _message(node)
         lines = [*body, *_judgements(node, trajectory.signals)]
-        parts += [Padding(line, (0, 0, 0, 2)) for line in lines]
+        parts += [Padding(line, (0, 0, 0, 2), expand=False) for line in lines]
     parts += [Rule(style="dim"), *_ending(trajectory)]
     return Group(*parts)
 
@@ -83,10 +83,14 @@ def _call(call: ToolCall) -> Text:
 
 
 def _tokens(node: Node, renderer: Renderer, marks: bool) -> Iterator[Text]:
-    """Runs of trained and untrained tokens: decoded run by run, since one character may be several tokens."""
+    """Runs of trained and untrained tokens: decoded run by run, since one character may be several tokens.
+
+    The newline that joins a message to the one before is shown as a sign, not as an empty line.
+    """
     text = Text()
     for trained, run in groupby(zip(node.tokens, node.mask, strict=True), key=lambda pair: pair[1]):
         piece = _safe(renderer.decode([token for token, _ in run]))
+        piece = f"↵{piece[1:]}" if piece.startswith("\n") and not text else piece
         text.append(f"{OPEN}{piece}{CLOSE}" if trained and marks else piece, style=TRAINED if trained else CONTEXT)
     yield text
     yield from (_call(call) for call in node.message.tool_calls if call.arguments is None)
