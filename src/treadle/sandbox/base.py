@@ -23,6 +23,15 @@ class Limits(msgspec.Struct, frozen=True):
     open_files: int = 256
 
 
+class Guarantees(msgspec.Struct, frozen=True):
+    """What an isolation backend was seen to hold against on this machine, and what it can't bound."""
+
+    backend: str
+    held: tuple[str, ...]
+    broken: tuple[str, ...]
+    unbounded: tuple[str, ...]
+
+
 class ExecResult(msgspec.Struct, frozen=True):
     code: int | None  # exit status; None when a signal or a limit ended it
     output: str  # stdout and stderr together, capped while reading: head and tail kept

@@ -18,6 +18,7 @@ import stat
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ CONTROL, STATUS, FILTER = 0, 3, 4  # the last two: where the command line expect
 WATCH_SECONDS = 0.05
 READ_LIMIT = 4 << 20
 CHUNK = 1 << 16
+NOTICE = 40  # bytes kept free for the words that say what was cut
 SHOWN = ("work", "tmp", "shm")  # the folders that the command line binds
 NOSUID_NODEV, DETACH, SUBREAPER = 6, 2, 36
 
@@ -87,15 +89,19 @@ def _check(result: int, what: str) -> None:
 
 
 @contextlib.contextmanager
-def folder_of(root: str, path: str, make: bool) -> Any:
+def folder_of(root: str, path: str, make: bool) -> Iterator[int]:
     """A descriptor of the folder that holds `path`, reached a step at a time so that no link is ever followed."""
-    fd = os.open(f"{root}/work", os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    step_flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(f"{root}/work", step_flags)
     try:
         for part in path.split("/")[:-1]:
             if make:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, 0o755, dir_fd=fd)
-            step = os.open(part, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+            try:
+                step = os.open(part, step_flags, dir_fd=fd)
+            except NotADirectoryError:
+                raise ValueError(f"{part!r} on its way is a link or a file, not a folder") from None
             os.close(fd)
             fd = step
         yield fd
@@ -109,12 +115,14 @@ def write_file(root: str, path: str, data: bytes) -> None:
     with folder_of(root, path, make=True) as folder:
         mode = 0o644
         with contextlib.suppress(FileNotFoundError):
-            old = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            mode = stat.S_IMODE(old.st_mode) if stat.S_ISREG(old.st_mode) else mode
+            old = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+            if stat.S_ISDIR(old):
+                raise ValueError("is a folder")
+            mode = stat.S_IMODE(old) & 0o777 if stat.S_ISREG(old) else mode
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            with open(os.open(draft, flags, 0o600, dir_fd=folder), "wb") as file:  # noqa: PTH123
-                os.fchmod(file.fileno(), mode & 0o777)
+            with os.fdopen(os.open(draft, flags, 0o600, dir_fd=folder), "wb") as file:
+                os.fchmod(file.fileno(), mode)
                 file.write(data)
             os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
         except OSError:
@@ -123,40 +131,44 @@ def write_file(root: str, path: str, data: bytes) -> None:
             raise
 
 
-def read_file(root: str, path: str) -> bytes:
+def read_file(root: str, path: str) -> str:
+    name = path.rsplit("/", 1)[-1]
     with folder_of(root, path, make=False) as folder:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with open(os.open(path.rsplit("/", 1)[-1], flags, dir_fd=folder), "rb") as file:  # noqa: PTH123
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError("not a regular file")
+        if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise ValueError("not a regular file")
+        with os.fdopen(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder), "rb") as file:
             data = file.read(READ_LIMIT + 1)
     if len(data) > READ_LIMIT:
         raise ValueError(f"larger than {READ_LIMIT} bytes")
-    return data
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
 
 
 # ---------------------------------------------------------------- commands
 
 
 class Output:
-    """Keeps the head and the tail of what goes by, never more than the limit."""
+    """Keeps the head and the tail of what goes by, never more than the limit (at least 100 bytes)."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.total = limit, 0
         self.head, self.tail = bytearray(), bytearray()
-        self.head_size = max(0, limit - 40) // 2  # 40: room for the notice
+        self.head_size = (limit - NOTICE) // 2
+        self.tail_size = limit - self.head_size
 
     def add(self, chunk: bytes) -> None:
         self.total += len(chunk)
         space = self.head_size - len(self.head)
         self.head += chunk[:space]
         self.tail += chunk[space:]
-        del self.tail[: -(self.limit - self.head_size) or len(self.tail)]
+        del self.tail[: -self.tail_size]
 
     def text(self) -> str:
         if self.total <= self.limit:
             return (self.head + self.tail).decode(errors="replace")
-        tail = self.tail[-max(1, self.limit - 40 - self.head_size) :]
+        tail = self.tail[NOTICE:]
         cut = self.total - len(self.head) - len(tail)
         return f"{self.head.decode(errors='replace')}\n[... {cut} bytes cut ...]\n{tail.decode(errors='replace')}"
 
@@ -333,10 +345,15 @@ def answer(request: dict[str, Any], config: dict[str, Any], driver: int) -> dict
         return Command(request, config, driver).finish()
     if kind == "write":
         for path, text in request["files"].items():
-            write_file(root, path, text.encode())
+            try:
+                write_file(root, path, text.encode())
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, path) from None
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
         return {}
     if kind == "read":
-        return {"text": read_file(root, request["path"]).decode()}
+        return {"text": read_file(root, request["path"])}
     mount_all(config, fresh=kind == "open")
     return {}
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from treadle.errors import SandboxUnavailable, UserError
 
 CACHE_VARIABLE = "TREADLE_SANDBOX_CACHE"
-FIRST_UID, UID_COUNT = 1_900_000_001, 60_000  # above what distributions and container tools hand out
+UID_COUNT = 60_000
+FIRST_UIDS = (1_900_000_001, 1_001)  # above all that systems hand out; in a container, what it maps is its own
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 
 
@@ -96,8 +97,12 @@ def template_uid(name: str) -> int:
     """The uid that sandboxes of the template called `name` run as."""
     if os.getuid() != 0:
         return os.getuid()
-    first = FIRST_UID if _is_mapped(FIRST_UID + UID_COUNT) else 1_001  # containers often map 65 536 ids only
-    return first + int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % UID_COUNT
+    for first in FIRST_UIDS:
+        if _is_mapped(first + UID_COUNT):
+            return first + int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % UID_COUNT
+    raise SandboxUnavailable(
+        "no sandbox on this machine: root here has no other uid to run one as; start as a plain user"
+    )
 
 
 def _is_mapped(uid: int) -> bool:
