@@ -43,10 +43,16 @@ test: setup lint  ## lint and every test
 	$(BIN)/pytest
 
 demo: setup  ## from nothing to a finished turn, in runs/demo
-	$(TREADLE) turn examples/demo.toml --workspace runs/demo
+	$(call turn,demo,runs/demo,)
 
 reproduce: setup  ## the full turn for one seed, resumable: make reproduce SEED=1
-	$(TREADLE) turn examples/reproduce.toml --workspace runs/reproduce-$(SEED) --set seed=$(SEED)
+	$(call turn,reproduce,runs/reproduce-$(SEED),--set seed=$(SEED))
+
+# a workspace made from an example once, then turned or resumed
+define turn
+	@mkdir -p $(2); [ -f $(2)/treadle.toml ] || cp examples/$(1).toml $(2)/treadle.toml
+	$(TREADLE) turn --workspace $(2) $(3)
+endef
 
 bench: setup  ## speeds, measured side by side
 	$(BIN)/python benchmarks/run.py
