@@ -126,6 +126,22 @@ async def test_a_shared_beginning_is_copied_from_any_session() -> None:
     await engine.close()
 
 
+async def test_a_shared_prefix_read_once_changes_nothing() -> None:
+    """Groups in neighbouring slots, alike for 70 ids, in groups for 110, at unlike lengths; one slot shares nothing."""
+    engine, system = engine_of(slots=8), prompt(70, 1)
+    groups = [[*system, *prompt(40, group)] for group in (2, 3)]
+    prompts = [[*groups[k // 3], *prompt(1 + 13 * k, 10 + k)] for k in range(6)] + [prompt(90, 50)]
+    samples = await asyncio.gather(*(engine.sample(ids, params(k), f"s{k}") for k, ids in enumerate(prompts)))
+    for ids, sample in zip(prompts, samples, strict=True):
+        assert_exact(ids, sample)
+    again = [[*ids, *sample.ids, 5, 6] for ids, sample in zip(prompts, samples, strict=True)]
+    for ids, sample in zip(
+        again, await asyncio.gather(*(engine.sample(i, params(9), f"s{k}") for k, i in enumerate(again))), strict=True
+    ):
+        assert_exact(ids, sample)
+    await engine.close()
+
+
 async def test_idle_sessions_are_evicted_least_recently_used_first() -> None:
     engine = engine_of(slots=2)
     a, b, c = (prompt(30, seed) for seed in (1, 2, 3))

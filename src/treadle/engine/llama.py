@@ -9,7 +9,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from treadle.errors import UserError, unknown
 
 BUCKET = 64  # keys read by neighbouring slots are rounded up to this, so that few shapes occur
+BLOCK_COST = 64  # what one more attention call costs, in keys read
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not depend on the length seen
 
 
@@ -45,6 +46,7 @@ class _Block:
     length: int
     mask: Tensor | None
     causal: bool
+    shared: int = 0  # the first keys, alike in all the slots: read once, out of the first slot
 
 
 @dataclass(frozen=True)
@@ -147,15 +149,22 @@ class LlamaDecoder:
         self._written[target] = max(self._written[target], end)
 
     @torch.inference_mode()
-    def forward(self, tokens: Sequence[int], segments: Sequence[Segment], wanted: Sequence[int]) -> Tensor:
+    def forward(
+        self,
+        tokens: Sequence[int],
+        segments: Sequence[Segment],
+        wanted: Sequence[int],
+        shared: Callable[[slice], int] = lambda slots: 0,
+    ) -> Tensor:
         """Write the segments' packed `tokens` to the cache; float32 logits [len(wanted), V] after the last token of
         each segment whose index is in `wanted`. Single-token segments should come first, in slot order.
+        `shared(slots)` tells how many of the first keys held are the same in all those slots.
         """
         positions = [p for segment in segments for p in range(segment.start, segment.end)]
         slots = [segment.slot for segment in segments for _ in range(segment.count)]
         position_N, slot_N, token_N = (torch.tensor(x, device=self.device) for x in (positions, slots, tokens))
         rope = (self._cos[position_N], self._sin[position_N])
-        blocks = self._blocks(segments)
+        blocks = self._blocks(segments, shared)
         for segment in segments:
             self._written[segment.slot] = max(self._written[segment.slot], segment.end)
         x = F.embedding(token_N, self._embedding)
@@ -195,6 +204,8 @@ class LlamaDecoder:
         """[n, H, D] -> [n, H, D]. The G query heads of a key-value head read it without repeating it."""
         grouped = query.reshape(len(query), self.kv_heads, -1, self.head_dim)  # [n, K, G, D]
         key, value = keys[block.slots, :, : block.length], values[block.slots, :, : block.length]
+        if block.shared:
+            return _attend_shared(grouped, key, value, block).flatten(1, 2)
         if not block.causal:
             return F.scaled_dot_product_attention(grouped, key, value, attn_mask=block.mask).flatten(1, 2)
         shape = (-1, grouped.shape[2], -1, -1)
@@ -203,29 +214,34 @@ class LlamaDecoder:
         out = F.scaled_dot_product_attention(q, key, value, attn_mask=block.mask, is_causal=block.mask is None)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 
-    def _blocks(self, segments: Sequence[Segment]) -> list[_Block]:
+    def _blocks(self, segments: Sequence[Segment], shared: Callable[[slice], int]) -> list[_Block]:
+        """Join neighbouring slots while that reads fewer keys than reading them apart."""
         blocks, row, at = [], 0, 0
         while at < len(segments):
-            first, stop = segments[at], at + 1
-            if first.count == 1:
-                while stop < len(segments) and _follows(segments[stop - 1], segments[stop]):
-                    stop += 1
-                blocks.append(self._neighbours(segments[at:stop], row))
-            else:
-                blocks.append(self._run(first, row))
-            row, at = row + sum(segment.count for segment in segments[at:stop]), stop
+            chosen, prefix, stop = [segments[at]], 0, at + 1
+            while stop < len(segments) and _follows(chosen[-1], segments[stop]):
+                longer = [*chosen, segments[stop]]
+                alike = shared(_slots(longer)) if self.device.type == "cpu" else 0
+                alike = alike if alike >= BUCKET else 0
+                apart = _keys_read(chosen, prefix) + segments[stop].end + BLOCK_COST
+                if _keys_read(longer, alike) > apart:
+                    break
+                chosen, prefix, stop = longer, alike, stop + 1
+            single = chosen[0].count == 1
+            blocks.append(self._neighbours(chosen, row, prefix) if single else self._run(chosen[0], row))
+            row, at = row + sum(segment.count for segment in chosen), stop
         return blocks
 
-    def _neighbours(self, segments: Sequence[Segment], row: int) -> _Block:
+    def _neighbours(self, segments: Sequence[Segment], row: int, shared: int) -> _Block:
         ends = [segment.end for segment in segments]
-        rows, slots = slice(row, row + len(segments)), slice(segments[0].slot, segments[-1].slot + 1)
+        rows, slots = slice(row, row + len(segments)), _slots(segments)
         if min(ends) == max(ends):
-            return _Block(rows, slots, ends[0], None, causal=False)
+            return _Block(rows, slots, ends[0], None, causal=False, shared=shared)
         length = min(-(-max(ends) // BUCKET) * BUCKET, self.context)
-        visible = torch.arange(length) < torch.tensor(ends)[:, None]
+        visible = torch.arange(shared, length) < torch.tensor(ends)[:, None]
         mask = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))[:, None, None]
         mask = mask.to(self.device, self.dtype).expand(-1, self.kv_heads, self.heads // self.kv_heads, -1)
-        return _Block(rows, slots, length, mask, causal=False)
+        return _Block(rows, slots, length, mask, causal=False, shared=shared)
 
     def _run(self, segment: Segment, row: int) -> _Block:
         rows, slots = slice(row, row + segment.count), slice(segment.slot, segment.slot + 1)
@@ -252,8 +268,31 @@ def draw(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float
     return ids[:, 0].tolist(), log_probs.gather(1, ids)[:, 0].tolist()
 
 
+def _attend_shared(query: Tensor, key: Tensor, value: Tensor, block: _Block) -> Tensor:
+    """[n, K, G, D] over keys [n, K, L, D] whose first `shared` are alike: those are read once for all n sequences.
+
+    The two parts are merged by their log-sum-exp (a softmax over a union is the weighted mean of the softmaxes).
+    """
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    count, heads, group, size = query.shape
+    together = query.transpose(0, 1).reshape(1, heads, count * group, size)
+    common, common_weight = attend(together, key[:1, :, : block.shared], value[:1, :, : block.shared])
+    own, own_weight = attend(query, key[:, :, block.shared :], value[:, :, block.shared :], attn_mask=block.mask)
+    common = common.reshape(heads, count, group, size).transpose(0, 1)
+    common_weight = common_weight.reshape(heads, count, group).transpose(0, 1)
+    return torch.lerp(own, common, torch.sigmoid(common_weight - own_weight)[..., None].to(own.dtype))
+
+
 def _follows(before: Segment, after: Segment) -> bool:
-    return after.count == 1 and after.slot == before.slot + 1
+    return before.count == after.count == 1 and after.slot == before.slot + 1
+
+
+def _slots(segments: Sequence[Segment]) -> slice:
+    return slice(segments[0].slot, segments[-1].slot + 1)
+
+
+def _keys_read(segments: Sequence[Segment], shared: int) -> int:
+    return shared + len(segments) * (max(segment.end for segment in segments) - shared)
 
 
 def _check(config: Any, context: int) -> None:

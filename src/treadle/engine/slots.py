@@ -298,12 +298,18 @@ class SlotEngine:
             decoding += segment.count == 1 and bool(request.versions)
             if segment.end == len(request.ids):
                 ready.append(at)
-        logits = self._decoder.forward(tokens, [segment for _, segment in planned], ready)
+        logits = self._decoder.forward(tokens, [segment for _, segment in planned], ready, self._alike)
         for _, segment in planned:
             self._held[segment.slot] = segment.end
         self.stats.prefill_tokens += len(tokens) - decoding
         self.stats.decode_steps += decoding > 0
         return [planned[at][0] for at in ready], logits
+
+    def _alike(self, slots: slice) -> int:
+        """How many of the first ids held are the same in all these slots."""
+        ids = self._tokens[slots, : self._held[slots].min()]
+        differs = (ids != ids[0]).any(axis=0)
+        return int(differs.argmax()) if differs.any() else len(differs)
 
     def _sample(self, requests: list[_Request], logits: Tensor) -> None:
         if not requests:
