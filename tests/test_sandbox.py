@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from treadle.errors import SandboxDead, SandboxUnavailable, UserError
-from treadle.sandbox import attacks, bwrap
+from treadle.errors import SandboxDead
+from treadle.sandbox import attacks
 from treadle.sandbox.base import MIB, Limits
-from treadle.sandbox.bwrap import BwrapSandbox, open_sandbox, prepare_template, probe, sandbox_venv, sweep
+from treadle.sandbox.bwrap import BwrapSandbox, open_sandbox, prepare_template, probe
 from treadle.sandbox.doctor import PROBE_LIMITS, baited
-from treadle.sandbox.places import CACHE_VARIABLE, owner_label, reachable_python
+from treadle.sandbox.places import CACHE_VARIABLE, reachable_python
 
 PYTHON = str(reachable_python())
 
@@ -375,83 +375,3 @@ async def test_kill_nine_of_the_driver_leaves_nothing(template: Path) -> None:
         driver.kill()
     assert await eventually(lambda: not survivors(tag))
     assert await eventually(lambda: not holder.exists() or "State:\tZ" in (holder / "status").read_text())
-
-
-def test_sweep_takes_the_drafts_of_the_dead_alone(cache: Path, template: Path) -> None:
-    dead, reused = template.parent / "draft-999999999.1-x", template.parent / f"draft-{os.getpid()}.1-x"
-    alive = template.parent / f"draft-{owner_label()}-x"
-    for draft in (dead, reused, alive):
-        draft.mkdir()
-    assert sweep() == 2
-    assert alive.exists() and not dead.exists() and not reused.exists()
-    alive.rmdir()
-
-
-# ---------------------------------------------------------------- places
-
-
-def test_templates_are_made_once_per_content_and_name(cache: Path, template: Path) -> None:
-    source = cache / "source2"
-    shutil.copytree(cache / "source", source)
-    assert prepare_template(source, "example") == template
-    (source / "a.txt").write_text("other")
-    assert prepare_template(source, "example") != template
-    assert template.stat().st_uid != 0
-    os.mkfifo(source / "pipe")
-    with pytest.raises(UserError, match="pipe"):
-        prepare_template(source, "example")
-    with pytest.raises(UserError, match="not a folder"):
-        prepare_template(cache / "missing", "example")
-    with pytest.raises(UserError, match="letters"):
-        prepare_template(source, "../up")
-
-
-async def test_any_folder_can_be_opened(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("here")
-    sandbox = await open_sandbox(tmp_path)
-    await sandbox.write({"x": "there"})
-    await sandbox.close()
-    assert (tmp_path / "x").read_text() == "here"
-
-
-async def test_venv_is_built_once_and_runs_inside(cache: Path, template: Path) -> None:
-    venv = sandbox_venv(())
-    assert sandbox_venv(()) == venv
-    sandbox = await open_sandbox(template, venv / "bin/python")
-    await sandbox.write({"test_it.py": "def test_it():\n    assert True\n"})
-    run = await sandbox.exec(["python", "-I", "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider"], timeout=60)
-    assert run.code == 0 and "1 passed" in run.output
-    assert (await sandbox.exec(["sh", "-c", f"touch {venv}/x"])).code != 0
-    await sandbox.close()
-
-
-def test_venv_that_cannot_be_built_says_why(cache: Path) -> None:
-    with pytest.raises(UserError, match=r"no-such==0\.0"):
-        sandbox_venv(("./no-such==0.0",))
-
-
-async def test_python_that_would_show_a_home_is_refused(cache: Path, template: Path) -> None:
-    (cache / "home/bin").mkdir(parents=True)
-    (cache / "home/bin/python").symlink_to("/usr/bin/python3")
-    with pytest.raises(UserError, match="no Python's own folder"):
-        await open_sandbox(template, cache / "home/bin/python")
-
-
-def test_a_missing_tool_is_named_with_its_remedy() -> None:
-    with pytest.raises(SandboxUnavailable, match=r"no-such-tool .*apt-get install bubblewrap"):
-        bwrap._tool("no-such-tool")
-
-
-def test_where_isolation_cannot_hold_it_refuses(cache: Path) -> None:
-    """No fallback to less: here, a root that has no other uid to give to a sandbox."""
-    script = "import asyncio; from treadle.sandbox.bwrap import probe; asyncio.run(probe())"
-    inside = ["unshare", "--user", "--map-root-user", sys.executable, "-c", script]
-    environment = {**os.environ, CACHE_VARIABLE: f"{cache}/elsewhere"}
-    done = subprocess.run(inside, capture_output=True, text=True, env=environment)
-    assert "SandboxUnavailable: no sandbox on this machine" in done.stderr
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only another user's sandbox can be kept out by folder modes")
-def test_a_cache_in_a_private_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=CACHE_VARIABLE):
-        sandbox_venv((), cache=tmp_path / "cache")

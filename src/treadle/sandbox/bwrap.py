@@ -242,7 +242,8 @@ class BwrapSandbox:
     async def exec(self, command: Sequence[str], timeout: float = 20.0, output_limit: int = 16_384) -> ExecResult:
         """Run `command` in the work tree; when this returns, nothing that it started is alive.
 
-        ValueError for a command that can't be one; SandboxDead when the sandbox, not the command, failed.
+        The exit code is the command's own word: hostile code that it runs can forge it. ValueError for a command that
+        can't be one; SandboxDead when the sandbox, not the command, failed.
         """
         if isinstance(command, str) or not command or any("\0" in word for word in command):
             raise ValueError(f"command {command!r}: give a non-empty list of words without NUL")

@@ -219,7 +219,8 @@ class Command:
                 else:  # the driver cancels, or has gone
                     poller.unregister(fd)
                     self._kill("cancelled")
-            self._enforce()
+            if running and not self.ended_by:
+                self._enforce()
         reap()
         while self._read_status():
             pass
@@ -236,8 +237,6 @@ class Command:
 
     def _enforce(self) -> None:
         now = time.monotonic()
-        if self.ended_by:
-            return
         if now - self.started >= self.timeout:
             self._kill("time")
         elif now - self.watched >= WATCH_SECONDS:
@@ -299,8 +298,10 @@ def memory_used(first: int, enough: int) -> int:
     """Resident bytes of every process that the sandbox's own /proc lists; shared pages count once where it matters."""
     inside = f"/proc/{first}/root/proc"
     try:
+        if Path(inside).stat().st_dev == Path("/proc").stat().st_dev:  # still the host's: it is not set up yet
+            return 0
         numbers = [name for name in os.listdir(inside) if name.isdigit()]  # noqa: PTH208
-    except OSError:  # not set up yet, or gone
+    except OSError:  # half set up, or gone
         return 0
     resident = sum(_pages(f"{inside}/{number}/statm") for number in numbers) * os.sysconf("SC_PAGE_SIZE")
     if resident <= enough:
