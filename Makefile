@@ -35,8 +35,8 @@ sandbox:
 	  else echo "bubblewrap is needed to run untrusted code: sudo apt-get install bubblewrap" >&2; exit 1; fi; fi
 
 lint: $(STAMP)  ## ruff and mypy
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 test: setup lint  ## lint and every test
@@ -55,7 +55,7 @@ define turn
 endef
 
 bench: setup  ## speeds, measured side by side
-	$(BIN)/python benchmarks/run.py
+	for script in bench/bench_*.py; do $(BIN)/python $$script; done
 
 clean:  ## remove caches and builds; runs/ and .venv stay
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info

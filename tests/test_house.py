@@ -132,7 +132,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
 def texts() -> Iterator[Path]:
     """What people wrote: everything but what is built, fetched or measured."""
     kinds = ("*.py", "*.md", "*.toml", "*.txt", "Makefile", "run")
-    folders = (ROOT / name for name in ("src", "tests", "docs", "examples", "benchmarks", ".ci"))
+    folders = (ROOT / name for name in ("src", "tests", "docs", "examples", "bench", ".ci"))
     inside = chain.from_iterable(folder.rglob(kind) for folder in folders for kind in kinds)
     return chain(inside, *(ROOT.glob(kind) for kind in kinds))
 

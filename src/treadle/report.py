@@ -1,0 +1,214 @@
+"""What a run leaves behind: a folder that explains itself, one table of its stages, and a figure of its curves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from treadle import __version__
+from treadle.config import Config, dump
+from treadle.errors import DataError
+from treadle.metrics import Rate, Summary
+from treadle.workspace import revision
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+GREEN, BLUE, ORANGE, PINK = "#1b9e77", "#3366aa", "#d95f02", "#cc3377"
+GREY = "#777777"
+
+
+class StageRow(msgspec.Struct, frozen=True):
+    """One line of the table: how a checkpoint did on the held-out tasks, and how long that took."""
+
+    stage: str
+    summary: Summary
+    seconds: float | None = None
+
+
+# ---------------------------------------------------------------- the run folder
+
+
+class Run:
+    """`config.toml` as resolved, and `metrics.jsonl`, to which lines are only added, the first saying what code ran.
+
+    Opening a run again (a resumed turn) adds another such line; where a step or row is told twice, the later holds.
+    """
+
+    def __init__(self, path: Path, config: Config) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.toml").write_text(dump(config), encoding="utf-8")
+        self.metrics = path / "metrics.jsonl"
+        if self.metrics.exists() and not self.metrics.read_bytes().endswith(b"\n"):
+            self._write(b"\n")  # a kill in mid-line: what comes next starts on its own line
+        self.log("open", version=__version__, revision=revision(), config=msgspec.to_builtins(config))
+
+    def log(self, stage: str, **values: object) -> None:
+        """Add one line: the stage, the time, and what was measured. NaN and infinity are written as null."""
+        line = {"stage": stage, "time": round(time.time(), 3), **values}
+        self._write(msgspec.json.encode(line, enc_hook=float) + b"\n")
+
+    def row(self, label: str, result: dict[str, Any]) -> StageRow:
+        """Log one line of the table; `result` is a Summary as plain values, with `seconds` if known."""
+        self.log("eval", **{**result, "label": label})
+        return _row(label, result)
+
+    def rows(self) -> list[StageRow]:
+        return rows(read_metrics(self.metrics))
+
+    def _write(self, data: bytes) -> None:
+        with self.metrics.open("ab") as file:
+            file.write(data)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`. A line torn by a kill is left out; a file that is none is a DataError."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        raise DataError(f"no metrics at {path}: give the metrics.jsonl of a run folder") from None
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(msgspec.json.decode(line, type=dict[str, Any]))
+        except msgspec.DecodeError as error:
+            if found and (number == len(lines) or b'"open"' in lines[number]):
+                continue  # the process that wrote it was killed, and the next one opened the run anew
+            raise DataError(f"{path}, line {number} is not a JSON object: {error}") from None
+    return found
+
+
+def rows(metrics: Sequence[dict[str, Any]]) -> list[StageRow]:
+    """The table's lines, in the order their labels first appeared."""
+    latest = {entry["label"]: entry for entry in metrics if entry.get("stage") == "eval"}
+    return [_row(label, entry) for label, entry in latest.items()]
+
+
+def _row(label: str, result: dict[str, Any]) -> StageRow:
+    return StageRow(label, msgspec.convert(result, Summary), result.get("seconds"))
+
+
+# ---------------------------------------------------------------- the table
+
+
+def stage_table(rows: Sequence[StageRow]) -> Table:
+    """One line a stage. Success has its 95 % interval; "–" is not measured; what left the rates is counted below."""
+    left_out = [f"{row.stage}: {n} × {why}" for row in rows for why, n in row.summary.left_out.items()]
+    table = Table(title="Held-out tasks", title_justify="left", caption_justify="left")
+    table.caption = f"left out of the rates: {', '.join(left_out)}" if left_out else None
+    table.add_column("stage", style="bold")
+    names = ("success (95 %)", "recovery", "repeats", "boundary", "invalid", "valid JSON", "tokens/solved", "time")
+    for name in names:
+        table.add_column(name, justify="right")
+    best = max((row.summary.success.value or 0.0 for row in rows), default=0.0)
+    for row in rows:
+        summary = row.summary
+        success = Text(_interval(summary.success), style="green" if best and summary.success.value == best else "")
+        shares = (summary.recovery, summary.repeats, summary.boundary, summary.invalid_calls, summary.valid_json)
+        tokens = "–" if summary.tokens_per_solved is None else f"{summary.tokens_per_solved:.0f}"
+        table.add_row(row.stage, success, *(_share(share) for share in shares), tokens, _duration(row.seconds))
+    return table
+
+
+def _share(share: Rate) -> str:
+    return "–" if share.value is None else f"{100 * share.value:.0f} %"
+
+
+def _interval(share: Rate) -> str:
+    if share.value is None or share.low is None or share.high is None:
+        return "–"
+    return f"{100 * share.value:.0f} % ({100 * share.low:.0f}–{100 * share.high:.0f}) of {share.n}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds:.0f} s" if seconds < 60 else f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"
+
+
+# ---------------------------------------------------------------- the figure
+
+
+def curves(metrics_path: Path, out_png: Path) -> None:
+    """Write a PNG: held-out success and faults per stage, and what RL did step by step.
+
+    Raises DataError when nothing has been measured yet.
+    """
+    from matplotlib.figure import Figure
+
+    metrics = read_metrics(metrics_path)
+    evaluated = rows(metrics)
+    steps = {entry["step"]: entry for entry in metrics if entry.get("stage") == "rl" and "step" in entry}
+    ordered = [steps[step] for step in sorted(steps)]
+    if not evaluated and not ordered:
+        raise DataError(f"{metrics_path} holds no evaluation and no RL step yet: nothing to draw")
+    tall = bool(evaluated) + bool(ordered)
+    figure = Figure(figsize=(10, 3.6 * tall), dpi=130, layout="constrained")
+    axes = figure.subplots(tall, 2, squeeze=False)
+    if evaluated:
+        _success(axes[0][0], evaluated)
+        _conduct(axes[0][1], evaluated)
+    if ordered:
+        _line(axes[-1][0], ordered, {"reward": ("mean reward of the batch", GREEN)}, "RL: reward", share=False)
+        faults = {"invalid_calls": ("invalid calls", ORANGE), "repeats": ("repeats after a failure", PINK)}
+        _line(axes[-1][1], ordered, faults, "RL: faults in the batch", share=True)
+    figure.savefig(out_png)
+
+
+def _success(axes: Axes, evaluated: Sequence[StageRow]) -> None:
+    for at, row in enumerate(evaluated):
+        rate = row.summary.success
+        if rate.value is None or rate.low is None or rate.high is None:
+            continue
+        axes.bar(at, 100 * rate.value, width=0.6, color=GREEN, alpha=0.85)
+        axes.vlines(at, 100 * rate.low, 100 * rate.high, color="black", linewidth=1.4)
+        axes.annotate(f"{100 * rate.value:.0f}", (at, 100 * rate.high), (0, 3), textcoords="offset points", ha="center")
+    _frame(axes, "Held-out success, 95 % intervals", "% of tasks")
+    axes.set_xticks(range(len(evaluated)), [row.stage for row in evaluated])
+    axes.set_ylim(0, 108)
+
+
+def _conduct(axes: Axes, evaluated: Sequence[StageRow]) -> None:
+    kinds = [
+        ("invalid calls", ORANGE, [row.summary.invalid_calls for row in evaluated]),
+        ("repeats after a failure", PINK, [row.summary.repeats for row in evaluated]),
+        ("recovery after a failed run", BLUE, [row.summary.recovery for row in evaluated]),
+    ]
+    for label, color, shares in kinds:
+        points = [(at, 100 * share.value) for at, share in enumerate(shares) if share.value is not None]
+        axes.plot([x for x, _ in points], [y for _, y in points], "o-", color=color, label=label, markersize=5)
+    _frame(axes, "Conduct on held-out tasks", "%")
+    axes.set_xticks(range(len(evaluated)), [row.stage for row in evaluated])
+    axes.set_xlim(-0.5, len(evaluated) - 0.5)
+    axes.set_ylim(-4, 108)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _line(
+    axes: Axes, steps: Sequence[dict[str, Any]], drawn: dict[str, tuple[str, str]], title: str, share: bool
+) -> None:
+    for key, (label, color) in drawn.items():
+        points = [(entry["step"] + 1, entry[key]) for entry in steps if entry.get(key) is not None]
+        scale = 100 if share else 1
+        axes.plot([x for x, _ in points], [scale * y for _, y in points], "o-", color=color, label=label, markersize=4)
+    _frame(axes, title, "%" if share else "")
+    if share:
+        axes.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.locator_params(axis="x", integer=True)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _frame(axes: Axes, title: str, unit: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_ylabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=GREY, alpha=0.2)
+    axes.set_axisbelow(True)
