@@ -27,6 +27,7 @@ from treadle.tables import (
     TRAJECTORIES,
     Disposition,
     prompt_key,
+    task_of,
 )
 from treadle.types import (
     SCHEMA_VERSION,
@@ -44,7 +45,7 @@ from treadle.types import (
     to_msgpack,
 )
 
-__all__ = ["Disposition", "Store", "prompt_key"]
+__all__ = ["Disposition", "Store", "prompt_key", "task_of"]
 
 PAGE = 256  # trajectories read per query while iterating
 PURPOSES = {"sft": ("train", "boundary"), "preference": ("train", "boundary", "preference")}
@@ -246,8 +247,8 @@ class Store:
         with self._engine.connect() as connection:
             held = tables.held_out(connection)
         for trajectory in admitted:
-            if held.holds(trajectory.task_id, tables.prompt_of(trajectory)):
-                raise HeldOut(f"trajectory {trajectory.id!r} belongs to held-out task {trajectory.task_id!r}")
+            if held.holds(tables.task_of(trajectory), tables.prompt_of(trajectory)):
+                raise HeldOut(f"trajectory {trajectory.id!r} belongs to held-out task {tables.task_of(trajectory)!r}")
         return admitted
 
     def training_trajectories(self, purpose: str = "sft") -> Iterator[Trajectory]:
@@ -260,7 +261,7 @@ class Store:
         with self._engine.connect() as connection:
             held = tables.held_out(connection)
         for trajectory in self._pages(TRAJECTORIES.c.id.in_(chosen)):
-            if not held.holds(trajectory.task_id, tables.prompt_of(trajectory)):
+            if not held.holds(tables.task_of(trajectory), tables.prompt_of(trajectory)):
                 yield trajectory
 
     # ------------------------------------------------------------ dispositions

@@ -203,10 +203,15 @@ def prompt_of(trajectory: Trajectory) -> str | None:
     return prompt_key(node.message for node in trajectory.nodes)
 
 
+def task_of(trajectory: Trajectory) -> str | None:
+    """The task's id: a client of a served agent can only give it as a label."""
+    return trajectory.task_id or trajectory.labels.get("task_id")
+
+
 def trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "id": trajectory.id,
-        "task_id": trajectory.task_id,
+        "task_id": task_of(trajectory),
         "prompt_key": prompt_of(trajectory),
         "environment": trajectory.environment,
         "contract": trajectory.contract,

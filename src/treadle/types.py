@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import msgspec
@@ -238,7 +239,7 @@ class Trajectory(GrowingRecord):
         """Each policy decision with all that the environment did until the next one, along the last path."""
         path = self.path()
         starts = [i for i, node in enumerate(path) if node.message.role == "assistant"]
-        for start, stop in zip(starts, [*starts[1:], len(path)], strict=True):
+        for start, stop in pairwise([*starts, len(path)]):
             yield path[start], path[start + 1 : stop]
 
     def sampled_tokens(self) -> int:

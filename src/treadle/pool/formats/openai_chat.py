@@ -16,6 +16,7 @@ from typing import Any
 from treadle.errors import DataError
 from treadle.pool.formats.base import BadRecord, Quarantine
 from treadle.pool.formats.openai_messages import Reader, written_arguments
+from treadle.store import task_of
 from treadle.types import (
     End,
     Message,
@@ -192,10 +193,23 @@ def _identity(row: dict[str, Any]) -> str:
     return f"log-{fingerprint(canonical)}"
 
 
+def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
+    tools = row.get("tools")
+    if isinstance(tools, str):  # like messages, found as JSON text
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            return []
+    whole = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    return tools if whole else []
+
+
 def _extra(row: dict[str, Any], given: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
-    fields = {name: value for name, value in row.items() if name not in {"messages", "tools", "metadata", *_UNDERSTOOD}}
+    tools = _tools(row)
+    elsewhere = {"messages", "metadata", *_UNDERSTOOD} | ({"tools"} if tools else set())
+    fields = {name: value for name, value in row.items() if name not in elsewhere}
     kept = {
-        "tools": row.get("tools"),
+        "tools": tools,
         "metadata": {name: value for name, value in given.items() if name not in _UNDERSTOOD},
         "fields": fields,
         "counts": counts,
@@ -218,7 +232,7 @@ def to_row(trajectory: Trajectory, tools: Sequence[Tool] = ()) -> dict[str, Any]
     path = trajectory.path()
     outcome = trajectory.outcome
     metadata = {
-        "task_id": trajectory.task_id,
+        "task_id": task_of(trajectory),
         "environment": trajectory.environment,
         "contract": trajectory.contract,
         "policy": trajectory.policy,
@@ -232,7 +246,7 @@ def to_row(trajectory: Trajectory, tools: Sequence[Tool] = ()) -> dict[str, Any]
     }
     return {
         "messages": [_write_message(node.message) for node in path],
-        "tools": [_write_tool(tool) for tool in tools] or trajectory.extra.get("tools", []),
+        "tools": [_write_tool(tool) for tool in tools] or [*map(_wire_tool, trajectory.extra.get("tools", []))],
         "metadata": {name: value for name, value in metadata.items() if value not in (None, [], {})},
     }
 
@@ -260,6 +274,13 @@ def _write_message(message: Message) -> dict[str, Any]:
 def _write_call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": written_arguments(call)}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _wire_tool(kept: dict[str, Any]) -> dict[str, Any]:
+    """Tools come from a log as they go out; a served session keeps them as `Tool`s."""
+    if "function" in kept:
+        return kept
+    return {"type": "function", "function": {name: kept.get(name) for name in ("name", "description", "parameters")}}
 
 
 def _write_tool(tool: Tool) -> dict[str, Any]:
