@@ -25,7 +25,6 @@ class Model(Section, frozen=True):
 
 
 class Tasks(Section, frozen=True):
-    environment: str = "repair"
     train: int = 320  # solvable tasks to make for training
     held_out: int = 200  # tasks nobody trains on
     levels: tuple[float, float, float] = (0.7, 0.15, 0.15)  # share of each level of difficulty

@@ -1,0 +1,49 @@
+"""check: environment → tasks, each admitted only if its verifier can be trusted on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from treadle.env.repair.tasks import build_pool
+from treadle.models import cache_folder
+from treadle.types import Split, Task, TaskKind
+from treadle.workspace import Workspace
+
+LEVELS = ("L1", "L2", "L3")
+
+
+async def check(ws: Workspace) -> dict[str, Any]:
+    """Make and admit the pool of tasks (kept for other workspaces too), and store this workspace's share of it.
+
+    A candidate is admitted when its fix passes, its broken state fails, and both do so thrice. Returns counts of what
+    was stored and of what was rejected, by reason.
+    """
+    with ws.console.status("check: making tasks and proving each thrice"):
+        pool = await build_pool(ws.environment.bench, cache_folder() / "repair-pool.jsonl")
+    settings = ws.config.tasks
+    held_out = _share(ws, [task for task in pool.tasks if task.split is Split.HELD_OUT], settings.held_out)
+    train = _share(ws, [task for task in pool.tasks if task.split is Split.TRAIN], settings.train)
+    ws.store.add_tasks([*held_out, *train])
+    stored = Counter(f"{task.split}/{task.labels.get('level', task.kind)}" for task in [*held_out, *train])
+    return {"stored": dict(stored), "rejected": pool.rejected}
+
+
+def _share(ws: Workspace, tasks: Sequence[Task], count: int) -> list[Task]:
+    """`count` tasks in the proportions asked for; where a kind runs short there are fewer, and the counts show it."""
+    settings = ws.config.tasks
+    wanted = {level: (1 - settings.boundary) * share for level, share in zip(LEVELS, settings.levels, strict=True)}
+    wanted["boundary"] = settings.boundary
+    rng = np.random.default_rng([ws.config.seed, count])
+    chosen: list[Task] = []
+    for family, share in wanted.items():
+        some = [task for task in tasks if _family(task) == family]
+        chosen += [some[i] for i in rng.permutation(len(some))[: round(share * count)]]
+    return chosen
+
+
+def _family(task: Task) -> str:
+    return task.labels["level"] if task.kind is TaskKind.SOLVABLE else "boundary"

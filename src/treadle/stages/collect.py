@@ -1,0 +1,79 @@
+"""collect: tasks × a scripted solver → raw logs, as OpenAI chat JSONL.
+
+The solver knows the answer and still takes wrong turns and recovers from them, so that the logs hold what a deployed
+agent's logs hold. Its deliberate mistakes are marked: training may see them, never imitate them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treadle.engine.scripted import ScriptedEngine
+from treadle.env.repair.solver import Solver, solver_script
+from treadle.pool.formats import openai_chat
+from treadle.rollout import Job, Loop, rollout_seed
+from treadle.types import SamplingParams, Split, Task, TaskKind, Trajectory, to_json
+from treadle.workspace import Workspace
+
+
+async def collect(ws: Workspace, turn: int = 1) -> dict[str, Any]:
+    """Write `logs/collect-<turn>.jsonl`; returns its path and counts."""
+    jobs = _jobs(ws, turn)
+    by_id = {job.id: job for job in jobs}
+    mistakes = {job.id: Solver(job.task, job.seed).mistakes for job in jobs}
+    engine = ScriptedEngine(ws.renderer, lambda session: solver_script(by_id[session].task, by_id[session].seed))
+    loop = Loop(engine, ws.renderer, ws.environment, SamplingParams(), policy="scripted-solver")
+    with ws.progress("collect", len(jobs)) as advance:
+        done = await loop.collect(jobs, concurrency=16, on_done=lambda _: advance(1))
+    path = ws.path / "logs" / f"collect-{turn}.jsonl"
+    _write(path, [_row(ws, trajectory, mistakes[trajectory.id]) for trajectory in done])
+    return {
+        "path": str(path),
+        "trajectories": len(done),
+        "solved": sum(trajectory.outcome.reward == 1 for trajectory in done),
+        "with_mistakes": sum(map(bool, mistakes.values())),
+    }
+
+
+def _jobs(ws: Workspace, turn: int) -> list[Job]:
+    settings = ws.config.collect
+    tasks = ws.store.tasks(split=Split.TRAIN, with_private=True)
+    rng = np.random.default_rng([ws.config.seed, turn])
+    boundary = [task for task in tasks if task.kind is not TaskKind.SOLVABLE]
+    solvable = [task for task in tasks if task.kind is TaskKind.SOLVABLE]
+    wanted = min(round(settings.boundary * settings.demonstrations), len(boundary))
+    chosen = [*_take(boundary, wanted, rng), *_take(solvable, settings.demonstrations - wanted, rng)]
+    return [
+        Job(id=f"collect-{turn}-{i}", task=task, seed=rollout_seed(ws.config.seed, turn, task.id, i))
+        for i, task in enumerate(chosen)
+    ]
+
+
+def _take(tasks: list[Task], count: int, rng: np.random.Generator) -> list[Task]:
+    """`count` tasks in random order, each once before any twice."""
+    if not tasks:
+        return []
+    rounds = [rng.permutation(len(tasks)) for _ in range(-(-count // len(tasks)))]
+    return [tasks[i] for order in rounds for i in order][:count]
+
+
+def _row(ws: Workspace, trajectory: Trajectory, mistakes: list[int]) -> dict[str, Any]:
+    row = openai_chat.to_row(trajectory, ws.contract.tools)
+    row["metadata"] = {
+        "task_id": trajectory.task_id,
+        "reward": trajectory.outcome.reward,
+        "end": trajectory.outcome.end.value,
+        "untrained": mistakes,
+    }
+    return row
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """All or nothing: a file that is there is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(b"".join(to_json(row) + b"\n" for row in rows))
+    partial.replace(path)

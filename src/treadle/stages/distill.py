@@ -1,0 +1,100 @@
+"""distill: teacher, tasks → a student of fewer layers that shares the tokenizer.
+
+First the student follows the teacher's distribution on runs that solved their task, dead ends cut out; then on its own
+runs, where only the teacher can say what would have been better (on-policy reverse KL).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from treadle.batch import Example
+from treadle.credit import decisions
+from treadle.errors import ConfigError, DataError
+from treadle.learner import Learner, prune_layers
+from treadle.losses import forward_kl, reverse_kl
+from treadle.report import Run
+from treadle.rollout import Job, rollout_seed
+from treadle.training import fit, imitation, tokenised, update
+from treadle.types import Checkpoint, Split, Task, Trajectory
+from treadle.workspace import Workspace
+
+
+async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
+    """Raises DataError when the teacher solved nothing."""
+    settings = ws.config.distill
+    tasks = _tasks(ws)
+    runs = await _teacher_runs(ws, teacher, tasks)
+    demonstrations = [tokenised(t, ws.renderer, ws.contract) for t in ws.store.training_trajectories("sft")]
+    examples = [imitation(t) for t in [*runs, *demonstrations]]
+    guide = ws.learner(teacher)
+    folder = prune_layers(teacher.path, kept_layers(guide, settings.layers), ws.path / "checkpoints" / "student-start")
+    student = Learner(folder, threads=ws.config.model.threads)
+    with ws.progress("distill", len(examples) * settings.epochs) as advance:
+        fit(
+            student,
+            examples,
+            forward_kl(),
+            rows=settings.rows,
+            epochs=settings.epochs,
+            learning_rate=settings.learning_rate,
+            pack_tokens=ws.config.pack_tokens,
+            seed=ws.config.seed,
+            advance=advance,
+            log=lambda metrics: run.log("distill", **metrics),
+            teacher=guide,
+        )
+    start = ws.save(student, "distill-start", teacher, [t.id for t in runs])
+    await _on_policy(ws, start, student, guide, tasks, run)
+    return ws.save(student, "distill", teacher, [t.id for t in runs])
+
+
+def kept_layers(teacher: Learner, count: int) -> list[int]:
+    """Evenly spaced layers, first and last among them."""
+    layers = int(teacher.model.config.num_hidden_layers)
+    if not 1 <= count <= layers:
+        raise ConfigError(f"distill.layers is {count}: the teacher has {layers}, so choose 1 to {layers}")
+    return sorted({round(x) for x in np.linspace(0, layers - 1, count)})
+
+
+def _tasks(ws: Workspace) -> list[Task]:
+    tasks = ws.store.tasks(split=Split.TRAIN, with_private=True)
+    order = np.random.default_rng([ws.config.seed, 3]).permutation(len(tasks))
+    return [tasks[i] for i in order]
+
+
+async def _teacher_runs(ws: Workspace, teacher: Checkpoint, tasks: list[Task]) -> list[Trajectory]:
+    settings = ws.config.distill
+    jobs = _jobs(f"distill-{teacher.id}", tasks[: settings.tasks], settings.samples, ws.config.seed)
+    engine = await ws.engine(teacher)
+    played = await ws.play(engine, teacher.id, jobs, 1.0, "distill: teacher runs")
+    solved = [t for t in played if t.outcome.reward == 1]
+    if not solved:
+        raise DataError(f"distill: the teacher solved none of {len(jobs)} runs, so there is nothing to learn from it")
+    return solved
+
+
+def _jobs(prefix: str, tasks: list[Task], samples: int, seed: int) -> list[Job]:
+    return [
+        Job(id=f"{prefix}-{task.id}-{member}", task=task, seed=rollout_seed(seed, 7, task.id, member), group=task.id)
+        for task in tasks
+        for member in range(samples)
+    ]
+
+
+async def _on_policy(
+    ws: Workspace, start: Checkpoint, student: Learner, guide: Learner, tasks: list[Task], run: Run
+) -> None:
+    settings = ws.config.distill
+    engine = await ws.engine(start)
+    for step in range(settings.steps):
+        await engine.load_weights(student.state(), start.updates + step)
+        some = [tasks[(step * settings.step_rows + i) % len(tasks)] for i in range(settings.step_rows)]
+        jobs = _jobs(f"distill-{start.id}-{step}", some, 1, ws.config.seed)
+        title = f"distill {step + 1}/{settings.steps}"
+        played = await ws.play(engine, f"{start.id}+{step}", jobs, 1.0, title)
+        examples = [Example(t, dict.fromkeys(decisions(t), 1.0)) for t in played if decisions(t)]
+        rate = settings.learning_rate / 4
+        metrics, _ = update(student, examples, reverse_kl(), rate, ws.config.pack_tokens, teacher=guide)
+        reward = [t.outcome.reward for t in played if t.outcome.reward is not None]
+        run.log("distill-on-policy", step=step, reward=sum(reward) / max(1, len(reward)), **metrics)

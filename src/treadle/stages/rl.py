@@ -1,0 +1,146 @@
+"""rl: tasks + checkpoint → trajectories + checkpoint.
+
+GRPO on groups at the edge of ability, one update a step: advantage of a reply = group-normalised outcome + a share of
+the centred step signal (invalid and repeated calls). The sampler's own log-probs are the behaviour policy; the gap
+between sampler and trainer is corrected by a truncated importance ratio.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+
+from treadle.batch import Example
+from treadle.credit import decisions, group_advantages, step_advantages
+from treadle.curriculum import Curriculum
+from treadle.engine.base import Engine
+from treadle.errors import DataError
+from treadle.feedback.process import behaviour, step_signals
+from treadle.losses import policy_loss
+from treadle.report import Run
+from treadle.rollout import Job, rollout_seed
+from treadle.training import update
+from treadle.types import Checkpoint, Split, Task, Trajectory
+from treadle.workspace import Workspace
+
+Group = list[Trajectory]
+
+
+async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
+    """Resumes after the last finished step. Raises DataError when a step has nothing to train on."""
+    settings = ws.config.rl
+    curriculum = Curriculum(ws.store.tasks(split=Split.TRAIN, with_private=True))
+    _recall(ws, curriculum, parent)
+    learner = ws.learner(parent)
+    partial = ws.path / "checkpoints" / f"rl-{parent.id}-{ws.config.seed}-partial"
+    if partial.exists():
+        learner.load(partial)
+    engine = await ws.engine(parent)
+    loss = policy_loss(clip_low=settings.clip_low, clip_high=settings.clip_high, tis=settings.truncate)
+    for step in range(learner.updates, settings.steps):
+        await engine.load_weights(learner.state(), parent.updates + learner.updates)
+        groups = await _sample(ws, engine, parent, curriculum, step)
+        examples, facts = credit(groups, settings.signal_weight)
+        if not examples:
+            raise DataError(f"rl step {step}: none of {len(groups)} groups has anything to tell its rollouts apart")
+        metrics, report = update(learner, examples, loss, settings.learning_rate, ws.config.pack_tokens)
+        learner.save(partial)
+        run.log("rl", step=step, **facts, **metrics, dropped_rows=sum(report.dropped.values()))
+    checkpoint = ws.save(learner, "rl", parent, [parent.id])
+    await engine.load_weights(learner.state(), checkpoint.updates)
+    ws.holds(checkpoint)
+    shutil.rmtree(partial, ignore_errors=True)
+    return checkpoint
+
+
+async def _sample(ws: Workspace, engine: Engine, parent: Checkpoint, curriculum: Curriculum, step: int) -> list[Group]:
+    """A group for each chosen task; groups without spread are made up for by others, within the bound."""
+    settings = ws.config.rl
+    rng = np.random.default_rng([ws.config.seed, step])
+    chosen = curriculum.choose(settings.tasks, rng)
+    groups = await _play(ws, engine, parent, chosen, step, f"rl {step + 1}/{settings.steps}")
+    flat = sum(len({t.outcome.reward for t in group}) == 1 for group in groups)
+    if min(flat, settings.refills) > 0:
+        taken = frozenset(task.id for task in chosen)
+        more = curriculum.choose(min(flat, settings.refills), rng, exclude=taken)
+        groups += await _play(ws, engine, parent, more, step, f"rl {step + 1} refill")
+    for group in groups:
+        curriculum.observe(group[0].task_id or "", [t.outcome.reward for t in group])
+    return groups
+
+
+async def _play(
+    ws: Workspace, engine: Engine, parent: Checkpoint, tasks: list[Task], step: int, title: str
+) -> list[Group]:
+    size = ws.config.rl.group
+    jobs = [
+        Job(
+            id=f"{_prefix(ws, parent)}{step:04d}-{task.id}-{member}",
+            task=task,
+            seed=rollout_seed(ws.config.seed, step, task.id, member),
+            group=f"{_prefix(ws, parent)}{step:04d}-{task.id}",
+        )
+        for task in tasks
+        for member in range(size)
+    ]
+    played = await ws.play(engine, f"{parent.id}+{engine.version - parent.updates}", jobs, 1.0, title)
+    return [played[start : start + size] for start in range(0, len(played), size)]
+
+
+def _prefix(ws: Workspace, parent: Checkpoint) -> str:
+    return f"rl-{parent.id}-{ws.config.seed}-"
+
+
+def _recall(ws: Workspace, curriculum: Curriculum, parent: Checkpoint) -> None:
+    """What is already known of the tasks: the groups that shaping probed, and those of earlier steps."""
+    groups: dict[str, list[float | None]] = {}
+    tasks: dict[str, str] = {}
+    for prefix in (f"shape-{parent.parent}-", f"shape-{parent.id}-", _prefix(ws, parent)):
+        for group, task_id, reward in ws.store.group_outcomes(prefix):
+            groups.setdefault(group, []).append(reward)
+            tasks[group] = task_id
+    for group in sorted(groups):
+        curriculum.observe(tasks[group], groups[group])
+
+
+def _signals(trajectory: Trajectory) -> dict[int, float]:
+    """Sum of the step signals on each decision; one without fault has 0."""
+    values = dict.fromkeys(decisions(trajectory), 0.0)
+    for signal in step_signals(trajectory):
+        if signal.node in values and signal.value is not None:
+            values[signal.node] += signal.value
+    return values
+
+
+def credit(groups: list[Group], signal_weight: float) -> tuple[list[Example], dict[str, float]]:
+    """Examples of all groups that tell their rollouts apart, and the facts of the step.
+
+    Ungraded rollouts (infrastructure) give no example and no statistic.
+    """
+    examples: list[Example] = []
+    graded = [t for group in groups for t in group if t.outcome.reward is not None]
+    flat = 0
+    for group in groups:
+        outcome = group_advantages([t.outcome.reward for t in group], "grpo")
+        weights = step_advantages(group, outcome, [_signals(t) for t in group], signal_weight)
+        flat += not any(outcome)
+        if any(value for row in weights for value in row.values()):
+            examples += [
+                Example(trajectory=t, weights=row)
+                for t, row in zip(group, weights, strict=True)
+                if t.outcome.reward is not None
+            ]
+    behaviours = [behaviour(t) for t in graded]
+    calls = sum(b.calls for b in behaviours)
+    edits = sum(b.edits_after_failure for b in behaviours)
+    return examples, {
+        "reward": sum(t.outcome.reward or 0.0 for t in graded) / max(1, len(graded)),
+        "groups": float(len(groups)),
+        "flat_groups": float(flat),
+        "ungraded": float(sum(map(len, groups)) - len(graded)),
+        "rows": float(len(examples)),
+        "invalid_calls": sum(b.invalid_calls for b in behaviours) / max(1, calls),
+        "repeats": sum(b.repeats_after_failure for b in behaviours) / max(1, edits),
+        "sampled_tokens": sum(t.sampled_tokens() for t in graded) / max(1, len(graded)),
+    }

@@ -1,0 +1,97 @@
+"""serve: checkpoint → an OpenAI-compatible endpoint that records what it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+
+from treadle.env.base import Session
+from treadle.rollout import refuse
+from treadle.serve.app import create_app, running
+from treadle.serve.app import serve as serve_app
+from treadle.types import Checkpoint, Layer, Signal, Split, Task, ToolCall
+from treadle.workspace import Workspace
+
+CLIENT_SECONDS = 600.0
+
+
+async def serve(ws: Workspace, checkpoint: Checkpoint) -> None:
+    """Answer requests until interrupted."""
+    app = create_app(await ws.engine(checkpoint), ws.renderer, ws.store, checkpoint.id, ws.contract)
+    settings = ws.config.serve
+    await serve_app(
+        app, settings.host, settings.port, lambda url: ws.console.print(f"serving {checkpoint.id} at {url}")
+    )
+
+
+async def serve_tasks(ws: Workspace, checkpoint: Checkpoint, turn: int) -> dict[str, Any]:
+    """Play training tasks over HTTP as a client would. The sessions are recorded by the server, and so come back.
+
+    Each verdict is added to its recorded session as a signal: the server itself knows of no task and no grader.
+    """
+    tasks = ws.store.tasks(split=Split.TRAIN, with_private=True)
+    order = np.random.default_rng([ws.config.seed, turn, 9]).permutation(len(tasks))
+    chosen = [tasks[i] for i in order[: ws.config.serve.sessions]]
+    app = create_app(await ws.engine(checkpoint), ws.renderer, ws.store, checkpoint.id, ws.contract)
+    with ws.progress("serve", len(chosen)) as advance:
+        async with running(app) as url, httpx.AsyncClient(base_url=url, timeout=CLIENT_SECONDS) as client:
+
+            async def play(task: Task) -> float | None:
+                session = await ws.environment.start(task)
+                try:
+                    recorded = await _converse(ws, client, checkpoint.id, task, session)
+                    return await _judge(ws, recorded, session)
+                finally:
+                    await session.close()
+                    advance(1)
+
+            rewards = await asyncio.gather(*(play(task) for task in chosen))
+    graded = [reward for reward in rewards if reward is not None]
+    return {"sessions": len(rewards), "graded": len(graded), "solved": sum(reward == 1 for reward in graded)}
+
+
+async def _converse(ws: Workspace, client: httpx.AsyncClient, model: str, task: Task, session: Session) -> str:
+    """One episode through the endpoint; returns the id under which the server recorded it."""
+    messages: list[dict[str, Any]] = [{"role": m.role, "content": m.content} for m in task.messages]
+    tools = [
+        {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
+        for t in ws.contract.tools
+    ]
+    recorded = ""
+    for _ in range(ws.contract.budget.turns):
+        request = {"model": model, "messages": messages, "tools": tools, "metadata": {"task_id": task.id}}
+        reply = (await client.post("/v1/chat/completions", json=request)).raise_for_status().json()
+        recorded = str(reply["id"]).split("-")[1]
+        message = reply["choices"][0]["message"]
+        messages.append(message)
+        if not message.get("tool_calls") or reply["choices"][0]["finish_reason"] == "length":
+            break
+        for call in message["tool_calls"]:
+            content, ended = await _call(ws, session, call)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+            if ended:
+                return recorded
+    return recorded
+
+
+async def _call(ws: Workspace, session: Session, wire: dict[str, Any]) -> tuple[str, bool]:
+    function = wire["function"]
+    call = ToolCall(id=wire["id"], name=function["name"], arguments=json.loads(function["arguments"]))
+    result = refuse(ws.contract, call) or await session.call(call)
+    return result.content, result.ends
+
+
+async def _judge(ws: Workspace, recorded: str, session: Session) -> float | None:
+    """Grade the environment as the client left it; a session that the server still holds open stays ungraded."""
+    trajectory = ws.store.trajectory(recorded)
+    if trajectory is None:
+        return None
+    outcome = await session.grade(msgspec.structs.replace(trajectory))
+    verdict = Signal(name="verifier", layer=Layer.VERIFIER, value=outcome.reward, version=outcome.verifier)
+    ws.store.add_signals(recorded, [verdict])
+    return outcome.reward

@@ -1,0 +1,116 @@
+"""shape: groups → checkpoint. Rejection sampling and preference pairs, both proven by the verifier.
+
+Each task is tried by a group of rollouts. What solved it is imitated; where a solved and a failed rollout of the same
+task part, the solved one's step is preferred. Rollouts that part nowhere give no pair, and are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from typing import NamedTuple
+
+import numpy as np
+
+from treadle.batch import Example, Pack, divisor, pack
+from treadle.errors import DataError
+from treadle.losses import cross_entropy, dpo
+from treadle.report import Run
+from treadle.rollout import Job, rollout_seed
+from treadle.training import batches, imitation, warmup_decay
+from treadle.types import Checkpoint, Split, Trajectory
+from treadle.workspace import Workspace
+
+
+class Pair(NamedTuple):
+    """A solved and a failed rollout of one task whose paths part at index `at`, by what the policy did."""
+
+    solved: Trajectory
+    failed: Trajectory
+    at: int
+
+
+async def shape(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
+    """Raises DataError when no group gives a pair."""
+    settings = ws.config.shape
+    groups = await _sample(ws, parent)
+    pairs = [pair for group in groups for pair in pairs_of(group)]
+    solved = [t for group in groups for t in group if t.outcome.reward == 1]
+    if not pairs:
+        raise DataError(
+            f"shape: no pair in {len(groups)} groups ({len(solved)} rollouts solved their task): "
+            "raise shape.tasks or shape.group, or train longer before shaping"
+        )
+    learner = ws.learner(parent)
+    plan = list(_plan(ws, pairs, solved))
+    for preferred, _ in plan:  # the reference is the policy before its first update
+        for each, logp_N in zip(preferred, learner.log_probs(preferred), strict=True):
+            each.reference_logp_N = logp_N
+    with ws.progress("shape", len(plan)) as advance:
+        for step, (preferred, imitated) in enumerate(plan):
+            metrics = learner.forward_backward(preferred, dpo(settings.beta), divisor(preferred, "pairs"))
+            metrics |= learner.forward_backward(imitated, cross_entropy(), divisor(imitated, "weights"))
+            metrics |= learner.step(warmup_decay(step, len(plan), settings.learning_rate))
+            run.log("shape", step=step, pairs=len(pairs), solved=len(solved), groups=len(groups), **metrics)
+            advance(1)
+    return ws.save(learner, "shape", parent, [t.id for group in groups for t in group])
+
+
+async def _sample(ws: Workspace, parent: Checkpoint) -> list[list[Trajectory]]:
+    settings = ws.config.shape
+    tasks = ws.store.tasks(split=Split.TRAIN, with_private=True)
+    order = np.random.default_rng([ws.config.seed, 1]).permutation(len(tasks))
+    jobs = [
+        Job(
+            id=f"shape-{parent.id}-{tasks[i].id}-{member}",
+            task=tasks[i],
+            seed=rollout_seed(ws.config.seed, 0, tasks[i].id, member),
+            group=f"shape-{parent.id}-{tasks[i].id}",
+        )
+        for i in order[: settings.tasks]
+        for member in range(settings.group)
+    ]
+    played = await ws.play(await ws.engine(parent), parent.id, jobs, 1.0, "shape: sampling")
+    return [played[start : start + settings.group] for start in range(0, len(played), settings.group)]
+
+
+def pairs_of(group: Sequence[Trajectory]) -> list[Pair]:
+    """Each failed rollout with the solved one it shares most with; each solved one is used once."""
+    solved = [t for t in group if t.outcome.reward == 1]
+    pairs = []
+    for failed in (t for t in group if t.outcome.reward == 0):
+        found = [Pair(good, failed, at) for good in solved if (at := parting(good, failed)) is not None]
+        if found:
+            pairs.append(max(found, key=lambda pair: pair.at))
+            solved.remove(pairs[-1].solved)
+    return pairs
+
+
+def parting(first: Trajectory, second: Trajectory) -> int | None:
+    """Index on both paths of the first reply that differs; None if something else differs first, or nothing does."""
+    for index, (one, other) in enumerate(zip(first.path(), second.path(), strict=False)):
+        if one.tokens != other.tokens:
+            return index if one.message.role == other.message.role == "assistant" else None
+    return None
+
+
+def _plan(
+    ws: Workspace, pairs: Sequence[Pair], solved: Sequence[Trajectory]
+) -> Iterator[tuple[list[Pack], list[Pack]]]:
+    """Packs of each update: half of its rows are pairs, as many again are solved rollouts to imitate."""
+    settings = ws.config.shape
+    half = max(1, settings.rows // 2)
+    imitated = cycle(list(batches([imitation(t) for t in solved], half, 1, ws.config.seed)))
+    for batch in batches(pairs, half, settings.epochs, ws.config.seed):
+        preferred, _ = pack([row for k, pair in enumerate(batch) for row in _rows(k, pair)], ws.config.pack_tokens)
+        rest, _ = pack(next(imitated), ws.config.pack_tokens)
+        yield preferred, rest
+
+
+def _rows(number: int, pair: Pair) -> tuple[Example, Example]:
+    """Only the step at which the two part is trained, and nothing after it is computed."""
+    good, bad = pair.solved.path()[pair.at].id, pair.failed.path()[pair.at].id
+    return (
+        Example(pair.solved, {good: 1.0}, leaf=good, pair=number, chosen=True),
+        Example(pair.failed, {bad: 1.0}, leaf=bad, pair=number, chosen=False),
+    )

@@ -1,0 +1,139 @@
+"""turn: the whole wheel, once. Each stage is journaled, and skipped when it was done for the same inputs.
+
+The next turn starts from what this one released, and takes in what it served.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from treadle.pool.curate import curate
+from treadle.pool.ingest import ingest
+from treadle.report import Run, curves, stage_table
+from treadle.stages.check import check
+from treadle.stages.collect import collect
+from treadle.stages.distill import distill
+from treadle.stages.eval import evaluate
+from treadle.stages.release import Verdict, release
+from treadle.stages.rl import rl
+from treadle.stages.serve import serve_tasks
+from treadle.stages.sft import sft
+from treadle.stages.shape import shape
+from treadle.types import Checkpoint, fingerprint, to_builtins
+from treadle.workspace import Workspace
+
+Result = dict[str, Any]
+
+
+async def turn(ws: Workspace) -> Run:
+    """Run every stage, from raw logs to a served agent; returns the run, whose folder holds the report."""
+    number, start = _where(ws)
+    t = Turn(ws, number)
+    await t.stage("check", lambda: check(ws))
+    logs = await t.stage("collect", lambda: collect(ws, number))
+    await t.stage("ingest", lambda: _ingest(ws, logs["path"]), logs["path"])
+    await t.stage("curate", lambda: _curate(ws), logs["path"])
+
+    await t.evaluate(start)
+    seeded = await t.train("sft", sft, start)
+    await t.evaluate(seeded)
+    shaped = await t.train("shape", shape, seeded)
+    await t.evaluate(shaped)
+    teacher = await t.train("rl", rl, shaped)
+    await t.evaluate(teacher)
+    student = await t.train("distill", distill, teacher)
+    await t.evaluate(student)
+
+    await t.release(start, teacher)  # the gate's own check: what went in must not pass for what came out
+    released = start
+    if await t.release(student, teacher):
+        released = student
+    elif await t.release(teacher, start):
+        released = teacher
+    await t.stage("serve", lambda: serve_tasks(ws, released, number), released.id)
+    t.finish(released)
+    return t.run
+
+
+class Turn:
+    """One turn's journal: what was done, for which inputs, with which result."""
+
+    def __init__(self, ws: Workspace, number: int) -> None:
+        self.ws = ws
+        self.number = number
+        self.run = Run(ws.path / "runs" / f"turn-{number}", ws.config)
+
+    async def stage(self, name: str, work: Callable[[], Awaitable[Result]], *inputs: str) -> Result:
+        """Do `work` unless the journal holds its result for the same settings and inputs."""
+        key = fingerprint([self.number, self.ws.stage_config(name), inputs])
+        done = self.ws.store.done(name, key)
+        if done is not None:
+            self.ws.console.print(f"[dim]{name}: done before[/dim]")
+            return done
+        self.ws.store.begin(name, key)
+        started = time.monotonic()
+        result = await work()
+        result["seconds"] = time.monotonic() - started
+        self.ws.store.finish(name, key, result)
+        self.run.log("stage", name=name, **result)
+        return result
+
+    async def train(
+        self, name: str, work: Callable[[Workspace, Checkpoint, Run], Awaitable[Checkpoint]], parent: Checkpoint
+    ) -> Checkpoint:
+        """A stage that gives a checkpoint."""
+
+        async def made() -> Result:
+            return {"checkpoint": (await work(self.ws, parent, self.run)).id}
+
+        result = await self.stage(name, made, parent.id, str(self.number))
+        return self.ws.checkpoint(result["checkpoint"])
+
+    async def evaluate(self, checkpoint: Checkpoint) -> None:
+        """One row of the table."""
+
+        async def played() -> Result:
+            return dict(to_builtins(await evaluate(self.ws, checkpoint)))
+
+        row = self.run.row(checkpoint.stage, await self.stage("eval", played, checkpoint.id))
+        self.ws.console.print(f"{row.stage}: held-out success {row.summary.success}")
+
+    async def release(self, candidate: Checkpoint, incumbent: Checkpoint) -> bool:
+        async def judged() -> Result:
+            return dict(to_builtins(await release(self.ws, candidate, incumbent)))
+
+        result = await self.stage("release", judged, candidate.id, incumbent.id)
+        result.pop("seconds", None)
+        verdict = msgspec.convert(result, Verdict)
+        said = "released" if verdict.released else f"refused: {verdict.reasons()}"
+        self.ws.console.print(f"release: {candidate.stage} against {incumbent.stage}: {said}")
+        return verdict.released
+
+    def finish(self, released: Checkpoint) -> None:
+        """Table, figure, and the end of the journal."""
+        self.ws.console.print(stage_table(self.run.rows()))
+        curves(self.run.metrics, self.run.path / "curves.png")
+        self.ws.console.print(f"released: {released.id}; figure, table and metrics in {self.run.path}")
+        self.ws.store.finish("turn", str(self.number), {"released": released.id})
+
+
+def _where(ws: Workspace) -> tuple[int, Checkpoint]:
+    """Number of the turn to run or resume, and the checkpoint it starts from: the base, or the last release."""
+    number, start = 1, ws.base
+    while (done := ws.store.done("turn", str(number))) is not None:
+        number, start = number + 1, ws.checkpoint(done["released"])
+    return number, start
+
+
+async def _ingest(ws: Workspace, path: str) -> Result:
+    """The collected logs; what was served is in the store already, as the endpoint recorded it."""
+    return dict(to_builtins(ingest([Path(path)], ws.store)))
+
+
+async def _curate(ws: Workspace) -> Result:
+    return dict(to_builtins(curate(ws.store)))

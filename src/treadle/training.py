@@ -1,0 +1,104 @@
+"""What the training stages share: text logs to token rows, and one pass of a learner over examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from treadle.batch import DropReport, Example, divisor, pack
+from treadle.learner import Learner
+from treadle.losses import Loss
+from treadle.render.base import Renderer
+from treadle.types import Contract, Node, Trajectory
+
+Item = TypeVar("Item")
+
+
+def tokenised(trajectory: Trajectory, renderer: Renderer, contract: Contract) -> Trajectory:
+    """A text-only trajectory with each node's tokens filled in; one that has tokens is returned as it is.
+
+    The mask is 1 on what the assistant wrote. Log-probs stay unknown: such a row serves SFT, never RL.
+    """
+    if any(node.tokens for node in trajectory.nodes):
+        return trajectory
+    nodes = [_tokenised(node, renderer, contract) for node in trajectory.nodes]
+    return msgspec.structs.replace(trajectory, nodes=nodes)
+
+
+def _tokenised(node: Node, renderer: Renderer, contract: Contract) -> Node:
+    first = node.parent is None
+    if node.message.role == "assistant":
+        ids, mask = renderer.reply(node.message, first=first)
+    else:
+        ids = renderer.delta(node.message, first=first, tools=contract.tools, acts=contract.acts)
+        mask = [0] * len(ids)
+    unknown: list[float | None] = [None] * len(ids)
+    versions: list[int | None] = [None] * len(ids)
+    return msgspec.structs.replace(node, tokens=ids, mask=mask, log_probs=unknown, versions=versions)
+
+
+def imitation(trajectory: Trajectory) -> Example:
+    """Train every reply of a trajectory but those marked as deliberate or found mistakes: they stay as context."""
+    weights = {
+        node.id: 1.0
+        for node in trajectory.nodes
+        if node.message.role == "assistant" and not node.extra.get("untrained")
+    }
+    return Example(trajectory=trajectory, weights=weights)
+
+
+def batches(items: Sequence[Item], rows: int, epochs: int, seed: int) -> Iterator[list[Item]]:
+    """Shuffled batches of `rows`; a tail makes a smaller batch, so that nothing is left out."""
+    rng = np.random.default_rng(seed)
+    for _ in range(epochs):
+        order = rng.permutation(len(items))
+        for start in range(0, len(order), rows):
+            yield [items[i] for i in order[start : start + rows]]
+
+
+def warmup_decay(step: int, steps: int, peak: float, warmup: float = 0.1) -> float:
+    """Linear rise over the first share of the steps, then linear fall to a tenth."""
+    rise = max(1, round(warmup * steps))
+    if step < rise:
+        return peak * (step + 1) / rise
+    return peak * (1.0 - 0.9 * (step - rise) / max(1, steps - rise))
+
+
+def update(
+    learner: Learner,
+    examples: Sequence[Example],
+    loss: Loss,
+    learning_rate: float,
+    pack_tokens: int,
+    teacher: Learner | None = None,
+) -> tuple[dict[str, float], DropReport]:
+    """One optimizer update over `examples`, whatever number of micro-batches they need."""
+    packs, report = pack(examples, pack_tokens)
+    metrics = learner.forward_backward(packs, loss, divisor(packs, "token_mean"), teacher=teacher)
+    return metrics | learner.step(learning_rate), report
+
+
+def fit(
+    learner: Learner,
+    examples: Sequence[Example],
+    loss: Loss,
+    *,
+    rows: int,
+    epochs: int,
+    learning_rate: float,
+    pack_tokens: int,
+    seed: int,
+    advance: Callable[[int], None],
+    log: Callable[[dict[str, float]], None],
+    teacher: Learner | None = None,
+) -> None:
+    """Epochs of updates with a rising and falling learning rate; one metrics row an update."""
+    plan = list(batches(examples, rows, epochs, seed))
+    for step, batch in enumerate(plan):
+        rate = warmup_decay(step, len(plan), learning_rate)
+        metrics, report = update(learner, batch, loss, rate, pack_tokens, teacher)
+        log({**metrics, "dropped_rows": float(sum(report.dropped.values()))})
+        advance(len(batch))

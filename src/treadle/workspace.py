@@ -1,0 +1,190 @@
+"""A workspace is a folder: `treadle.toml`, `treadle.db`, `checkpoints/`, `logs/`, `runs/`. Stages work through it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from treadle.config import Config
+from treadle.engine.base import Engine
+from treadle.env.repair.session import RepairEnvironment
+from treadle.errors import DataError, UserError, unknown
+from treadle.models import load_tokenizer, smollm2, tiny_llama
+from treadle.render.chatml import ChatML
+from treadle.rollout import Job, Loop, rollout_seed
+from treadle.store import Store
+from treadle.types import Checkpoint, SamplingParams, Split, Task, Trajectory, fingerprint, to_builtins
+
+if TYPE_CHECKING:
+    from treadle.engine.slots import SlotEngine
+    from treadle.learner import Learner
+
+
+class Workspace:
+    """Opened by a verb, closed by it. One engine is kept, holding the weights that were asked for last."""
+
+    def __init__(self, path: Path, config: Config, environment: RepairEnvironment, console: Console) -> None:
+        self.path = path
+        self.config = config
+        self.console = console
+        self.environment = environment
+        self.contract = environment.contract()
+        self.base = base_checkpoint(config.model.base)
+        self.renderer = ChatML(load_tokenizer(Path(self.base.path)))
+        self.store = Store(path / "treadle.db")
+        self._engine: SlotEngine | None = None
+        self._holds = ""
+
+    @classmethod
+    async def open(cls, path: Path, config: Config) -> Workspace:
+        """Raises UserError when the model, the environment's packages or a sandbox can't be had."""
+        path.mkdir(parents=True, exist_ok=True)
+        environment = await RepairEnvironment.open()
+        try:
+            return cls(path, config, environment, Console(stderr=True))
+        except BaseException:
+            await environment.close()
+            raise
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            await self._engine.close()
+        await self.environment.close()
+        self.store.close()
+
+    # ------------------------------------------------------------ models
+
+    def learner(self, checkpoint: Checkpoint) -> Learner:
+        from treadle.learner import Learner
+
+        return Learner(Path(checkpoint.path), threads=self.config.model.threads)
+
+    async def engine(self, checkpoint: Checkpoint) -> SlotEngine:
+        """The sampling engine with this checkpoint's weights. Each call may replace what an earlier one returned."""
+        from treadle.engine.slots import SlotEngine
+
+        if self._engine is None or self._holds != checkpoint.id:
+            if self._engine is not None:
+                await self._engine.close()
+            model = self.config.model
+            self._engine = SlotEngine.from_folder(
+                Path(checkpoint.path),
+                slots=model.slots,
+                context=model.context,
+                dtype=model.dtype,
+                version=checkpoint.updates,
+                threads=model.threads,
+            )
+            self._holds = checkpoint.id
+        return self._engine
+
+    def checkpoint(self, checkpoint_id: str) -> Checkpoint:
+        """Raises UserError naming the known ones."""
+        if checkpoint_id == self.base.id or checkpoint_id == "base":
+            return self.base
+        found = self.store.checkpoint(checkpoint_id)
+        if found is None:
+            known = ["base", *(checkpoint.id for checkpoint in self.store.checkpoints())]
+            raise UserError(unknown("checkpoint", checkpoint_id, known))
+        return found
+
+    def holds(self, checkpoint: Checkpoint) -> None:
+        """Say that the engine's weights were replaced in place and now are this checkpoint's."""
+        self._holds = checkpoint.id
+
+    def save(self, learner: Learner, stage: str, parent: Checkpoint, data: Sequence[str]) -> Checkpoint:
+        """Write weights and manifest. The id follows from what went in, so a repeated stage finds it again."""
+        key = fingerprint([stage, parent.id, data, self.stage_config(stage), self.config.seed])
+        folder = self.path / "checkpoints" / f"{stage}-{key}"
+        learner.save(folder)
+        checkpoint = Checkpoint(
+            id=f"{stage}-{key}",
+            path=str(folder),
+            parent=parent.id,
+            stage=stage,
+            updates=parent.updates + learner.updates,
+            contracts=(self.contract.fingerprint(self.renderer.tool_block(self.contract.tools, self.contract.acts)),),
+            config=self.stage_config(stage),
+            data=tuple(data),
+            revision=revision(),
+        )
+        self.store.add_checkpoint(checkpoint)
+        return checkpoint
+
+    def stage_config(self, stage: str) -> dict[str, Any]:
+        return {"seed": self.config.seed, stage: to_builtins(self.config).get(stage)}
+
+    # ------------------------------------------------------------ rollouts
+
+    async def play(
+        self, engine: Engine, policy: str, jobs: Sequence[Job], temperature: float, title: str
+    ) -> list[Trajectory]:
+        """Roll the jobs out and store each as it finishes; what the store already holds is not done again."""
+        found = {job.id: self.store.trajectory(job.id) for job in jobs}
+        done = {name: trajectory for name, trajectory in found.items() if trajectory is not None}
+        missing = [job for job in jobs if job.id not in done]
+        loop = Loop(engine, self.renderer, self.environment, SamplingParams(temperature=temperature), policy)
+        with self.progress(title, len(jobs), done=len(done)) as advance:
+
+            def finished(trajectory: Trajectory) -> None:
+                self.store.add_trajectory(trajectory)
+                advance(1)
+
+            new = await loop.collect(missing, self.config.model.slots, finished)
+        done |= {trajectory.id: trajectory for trajectory in new}
+        return [done[job.id] for job in jobs]
+
+    async def play_held_out(self, checkpoint: Checkpoint, title: str = "") -> list[tuple[Task, Trajectory]]:
+        """`eval.episodes` episodes over the held-out tasks in turn. The same checkpoint is never played twice."""
+        tasks = self.store.tasks(split=Split.HELD_OUT, with_private=True)
+        if not tasks:
+            raise DataError("no held-out tasks in the store: run `treadle check` first")
+        settings = self.config.eval
+        jobs = []
+        for i in range(settings.episodes):
+            task, again = tasks[i % len(tasks)], i // len(tasks)
+            name = f"eval-{checkpoint.id}-{settings.temperature:g}-{task.id}-{again}"
+            jobs.append(Job(id=name, task=task, seed=rollout_seed(self.config.seed, 0, task.id, again)))
+        engine = await self.engine(checkpoint)
+        title = title or f"eval {checkpoint.stage}"
+        played = await self.play(engine, checkpoint.id, jobs, settings.temperature, title)
+        return [(job.task, trajectory) for job, trajectory in zip(jobs, played, strict=True)]
+
+    @contextmanager
+    def progress(self, title: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
+        """A bar with count, rate of progress and time left."""
+        columns = (
+            TextColumn("{task.description:<22}"),
+            BarColumn(30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.console) as bar:
+            task = bar.add_task(title, total=total, completed=done)
+            yield lambda n: bar.update(task, advance=n)
+
+
+def base_checkpoint(base: str) -> Checkpoint:
+    """The model a workspace starts from: "smollm2", "tiny", or a Hugging Face folder."""
+    if base == "smollm2":
+        folder = smollm2()
+    elif base == "tiny":
+        folder = tiny_llama()
+    else:
+        folder = Path(base).expanduser().resolve()
+    return Checkpoint(id=f"base-{fingerprint(str(folder))}", path=str(folder), parent=None, stage="base")
+
+
+def revision() -> str:
+    """The code's git revision, or "" outside a checkout."""
+    here = Path(__file__).parent
+    found = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
