@@ -14,7 +14,7 @@ from treadle.workspace import Workspace
 
 
 class Criterion(msgspec.Struct, frozen=True):
-    """One line of the verdict: the difference candidate - incumbent, its interval, and the bound it must stay within."""
+    """One line of the verdict: candidate - incumbent, its interval, and the bound it must stay within."""
 
     name: str
     difference: float
