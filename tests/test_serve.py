@@ -450,10 +450,12 @@ async def test_contract_names_what_was_served(store: Store) -> None:
         await api.chat.completions.create(model=MODEL, messages=ask, tools=[ADD])  # type: ignore[list-item]
         await api.chat.completions.create(model=MODEL, messages=ask, tools=[other])  # type: ignore[list-item]
     under, beside = served(store)
-    assert under.contract == CONTRACT.fingerprint(RENDERER.tool_block(CONTRACT.tools))
+    assert under.contract == CONTRACT.fingerprint(RENDERER.tool_block(CONTRACT.tools, CONTRACT.acts))
     assert (under.environment, under.outcome.end) == ("sums", End.REFUSED)
-    assert (beside.environment, beside.contract) == (None, None)
+    assert (beside.environment, beside.contract, beside.outcome.end) == (None, None, End.ANSWERED)
     assert engine.params[0].max_tokens == CONTRACT.budget.reply_tokens
+    asked = RENDERER.delta(Message(role="user", content="go"), first=True, tools=CONTRACT.tools, acts=CONTRACT.acts)
+    assert engine.asked[0] == [*asked, *RENDERER.reply_header()], "the prompt is the one that rollouts have"
 
 
 # ---------------------------------------------------------------- what is refused

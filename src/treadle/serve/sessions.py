@@ -43,10 +43,12 @@ KEPT = 256  # stored episodes a client may still go on from with the exact ids
 class Served:
     """One episode with one client. `sent[i]` is node i's message as the client knows it."""
 
-    def __init__(self, trajectory: Trajectory, tools: tuple[Tool, ...], sent: list[Message]) -> None:
+    def __init__(self, trajectory: Trajectory, tools: tuple[Tool, ...], contract: Contract | None) -> None:
         self.trajectory = trajectory
         self.tools = tools
-        self.sent = sent
+        self.contract = contract  # whose tools these are
+        self.acts = contract.acts if contract else ()
+        self.sent: list[Message] = []
         self.lock = asyncio.Lock()  # one reply at a time
         self.waiting = 0  # requests that hold or want the lock
         self.touched = time.monotonic()
@@ -74,9 +76,18 @@ class Served:
     def fork(self, id: str, leaf: int) -> Served:
         """A new episode that begins with a copy of one path. What was sampled there is trained there, not here."""
         old = self.trajectory
-        new = Served(msgspec.structs.replace(old, id=id, nodes=[], outcome=Outcome(end=End.UNKNOWN)), self.tools, [])
-        new.trajectory.lineage = (*old.lineage, old.id)
-        new.trajectory.created, new.trajectory.seconds = time.time(), None
+        fresh = msgspec.structs.replace(
+            old,
+            id=id,
+            nodes=[],
+            outcome=Outcome(end=End.UNKNOWN),
+            signals=[],
+            sampling=None,
+            lineage=(*old.lineage, old.id),
+            created=time.time(),
+            seconds=None,
+        )
+        new = Served(fresh, self.tools, self.contract)
         for node in old.path(leaf):
             parent = len(new.sent) - 1 if new.sent else None
             copy = new.add(node.message, self.sent[node.id], list(node.tokens), parent)
@@ -165,14 +176,14 @@ class Sessions:
             id=uuid.uuid4().hex,
             task_id=None,
             environment=contract.environment if contract else None,
-            contract=contract.fingerprint(self.renderer.tool_block(tools)) if contract else None,
+            contract=contract.fingerprint(self.renderer.tool_block(tools, contract.acts)) if contract else None,
             source=Source.SERVED,
             policy=self.model,
             labels=request.labels(),
             created=time.time(),
             extra={"tools": to_builtins(tools)} if tools else {},
         )
-        return Served(trajectory, tools, [])
+        return Served(trajectory, tools, contract)
 
     # ------------------------------------------------------------ one reply
 
@@ -181,7 +192,7 @@ class Sessions:
         trajectory = served.trajectory
         leaf = served.match(messages)
         known = len(trajectory.path(leaf)) if leaf is not None else 0
-        new = [(m, self._render(m, i == 0, served.tools)) for i, m in enumerate(messages[known:], known)]
+        new = [(m, self._render(served, m, first=i == 0)) for i, m in enumerate(messages[known:], known)]
         header = self.renderer.reply_header()
         if leaf is not None and trajectory.nodes[leaf].stop not in (None, StopReason.STOP):
             new[0][1].insert(0, self.renderer.stop_ids[0])  # a reply that was cut short never closed its turn
@@ -214,9 +225,9 @@ class Sessions:
             prompt_tokens=len(context),
         )
 
-    def _render(self, message: Message, first: bool, tools: tuple[Tool, ...]) -> list[int]:
+    def _render(self, served: Served, message: Message, first: bool) -> list[int]:
         try:
-            return self.renderer.delta(message, first=first, tools=tools if first else ())
+            return self.renderer.delta(message, first=first, tools=served.tools, acts=served.acts)
         except UserError as error:
             raise RequestError(str(error), "messages") from None
 
@@ -225,7 +236,7 @@ class Sessions:
         if room < 1:
             message = f"the conversation has {used} tokens, the model's context holds {self.engine.context}: shorten it"
             raise RequestError(message, "messages", code="context_length_exceeded")
-        promised = self.contract.budget.reply_tokens if self.contract and served.trajectory.contract else room
+        promised = served.contract.budget.reply_tokens if served.contract else room
         wanted = request.max_completion_tokens or request.max_tokens or promised
         return SamplingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
@@ -252,7 +263,7 @@ class Sessions:
         if sample.stop is not StopReason.STOP:
             return CLEAN_STOPS.get(sample.stop) or End.INTERRUPTED
         if not message.tool_calls:
-            return act_of(self.contract, message.content) if self.contract else End.ANSWERED
+            return act_of(served.contract, message.content) if served.contract else End.ANSWERED
         if any(call.arguments is None for call in message.tool_calls):
             return End.INTERRUPTED  # broken: the client has text, and nothing to run
         tools = {tool.name: tool for tool in served.tools}
