@@ -200,8 +200,7 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
             tools = json.loads(tools)
         except ValueError:
             return []
-    whole = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    return tools if whole else []
+    return tools if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools) else []
 
 
 def _extra(row: dict[str, Any], given: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
