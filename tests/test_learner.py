@@ -41,7 +41,7 @@ def tiny(seed: int = 0, *, layers: int = 2, exact: bool = True) -> Learner:
         initializer_range=0.3,
     )
     model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
-    return Learner(model, autocast=None if exact else torch.bfloat16)
+    return Learner(model, dtype="float32" if exact else "bfloat16")
 
 
 def by_row(packs: list[Pack], values: list[NDArray[np.float32]]) -> dict[int, list[float]]:
@@ -219,7 +219,7 @@ def test_resume_equals_a_straight_run(tmp_path: Path) -> None:
     updates(first, 3)
     noise = torch.get_rng_state()
     first.save(tmp_path / "at-3")
-    second = Learner(tmp_path / "at-3", autocast=None)
+    second = Learner(tmp_path / "at-3", dtype="float32")
     torch.rand(3)
     second.load(tmp_path / "at-3")
     assert second.updates == 3 and torch.equal(torch.get_rng_state(), noise)
@@ -234,14 +234,14 @@ def test_save_replaces_whole_folders_and_keeps_the_tokenizer(tmp_path: Path) -> 
     learner = tiny()
     learner.save(source, resumable=False)
     (source / "tokenizer.json").write_text("{}")
-    learner = Learner(source, autocast=None)
+    learner = Learner(source, dtype="float32")
     updates(learner, 1)
     for _ in range(2):
         saved = learner.save(tmp_path / "out")
     assert (saved / "tokenizer.json").read_text() == "{}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
     saved.rename(tmp_path / "out.old")  # killed between the two renames
-    again = Learner(tmp_path / "out", autocast=None)
+    again = Learner(tmp_path / "out", dtype="float32")
     assert all(torch.equal(value, again.state()[name]) for name, value in learner.state().items())
     with pytest.raises(UserError, match="resumable"):
         again.load(source)
@@ -294,7 +294,7 @@ def test_branches_of_one_tree() -> None:
 def test_pruned_student_is_the_listed_layers(tmp_path: Path) -> None:
     teacher = tiny(layers=4)
     teacher.save(tmp_path / "teacher")
-    student = Learner(prune_layers(tmp_path / "teacher", [0, 3], tmp_path / "student"), autocast=None)
+    student = Learner(prune_layers(tmp_path / "teacher", [0, 3], tmp_path / "student"), dtype="float32")
     assert json.loads((tmp_path / "student/config.json").read_text())["num_hidden_layers"] == 2
     for new, old in enumerate([0, 3]):
         for name, value in teacher.state().items():

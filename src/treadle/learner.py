@@ -2,8 +2,8 @@
 
 T tokens of one pack · N trained tokens · U distinct positions they are predicted at · V vocabulary.
 
-Weights are float32 masters; matrix products run in bfloat16 under autocast unless asked otherwise. Logits are made at
-the trained positions alone.
+Weights are float32 masters; matrix products run in bfloat16 under autocast where the hardware multiplies it fast.
+Logits are made at the trained positions alone.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from treadle.batch import Pack
-from treadle.errors import DataError, TreadleError, UserError
+from treadle.errors import DataError, TreadleError, UserError, unknown
 from treadle.losses import Loss, PackTensors, token_log_probs
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STATE_FILE = "learner.pt"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", STATE_FILE)
 
@@ -35,14 +37,15 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", STAT
 class Learner:
     """A causal language model with its optimizer (AdamW).
 
-    `model` is a Hugging Face folder or a loaded model. `threads` sets torch's thread count for the whole process.
+    `model` is a Hugging Face folder or a loaded model. `dtype` is that of the matrix products: "float32", "bfloat16" or
+    "auto". `threads` sets torch's thread count for the whole process.
     """
 
     def __init__(
         self,
         model: str | Path | PreTrainedModel,
         *,
-        autocast: torch.dtype | None = torch.bfloat16,
+        dtype: str = "auto",
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
@@ -55,7 +58,7 @@ class Learner:
         self.model: PreTrainedModel = _open(Path(model)) if isinstance(model, str | Path) else model
         self.model.to(device).float().eval()  # eval: no dropout, so a log-prob depends on weights and ids alone
         self.device = torch.device(device)
-        self.autocast = autocast
+        self.dtype = _dtype(dtype, device)
         self.max_grad_norm = max_grad_norm
         self.updates = 0  # optimizer updates contained in the weights
         self.optimizer = torch.optim.AdamW(
@@ -69,7 +72,7 @@ class Learner:
         tokens_1T = torch.from_numpy(pack.tokens_T)[None].to(self.device)
         positions_1T = torch.from_numpy(pack.positions_T)[None].to(self.device)
         source_U, index_N = np.unique(pack.source_N, return_inverse=True)
-        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             hidden_TH = self.model.base_model(
                 input_ids=tokens_1T, attention_mask=self._mask(pack), position_ids=positions_1T, use_cache=False
             ).last_hidden_state[0]
@@ -82,7 +85,7 @@ class Learner:
     def _mask(self, pack: Pack) -> Tensor:
         """Additive [1, 1, T, T], ready-made, so the model passes it on as it is."""
         allowed_TT = torch.from_numpy(pack.ancestors()).to(self.device)
-        mask_TT = torch.zeros(allowed_TT.shape, dtype=self.autocast or torch.float32, device=self.device)
+        mask_TT = torch.zeros(allowed_TT.shape, dtype=self.dtype, device=self.device)
         return mask_TT.masked_fill_(~allowed_TT, -math.inf)[None, None]
 
     def log_probs(self, packs: Sequence[Pack], temperature: float = 1.0) -> list[NDArray[np.float32]]:
@@ -235,10 +238,20 @@ def prune_layers(folder: str | Path, keep: Sequence[int], out: str | Path) -> Pa
 # ---------------------------------------------------------------- folders and figures
 
 
+def _dtype(name: str, device: str) -> torch.dtype:
+    """Without native support a processor multiplies bfloat16 several times more slowly than float32."""
+    if name == "auto":
+        name = "bfloat16" if device != "cpu" or torch.cpu._is_avx512_bf16_supported() else "float32"
+    if name not in DTYPES:
+        raise UserError(unknown("dtype", name, ("auto", *DTYPES)))
+    return DTYPES[name]
+
+
 def _open(folder: Path) -> PreTrainedModel:
     source = _recovered(folder)
     if not (source / "config.json").is_file():
         raise UserError(f"no model at {folder}: expected a Hugging Face folder with config.json and weights")
+    disable_progress_bar()  # its bars would break ours
     return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="sdpa")
 
 
