@@ -356,6 +356,8 @@ async def test_close_answers_what_is_open() -> None:
     assert queued.ids == []
     with pytest.raises(EngineError, match="closed"):
         await engine.sample([1], params(), "s")
+    with pytest.raises(EngineError, match="closed"):
+        await engine.load_weights(MODEL.state_dict(), version=1)
 
 
 async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

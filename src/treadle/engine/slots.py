@@ -164,6 +164,8 @@ class SlotEngine:
         """Replace the weights after the step now running. Requests in flight go on with the new ones: their whole
         context is computed again, and each token keeps the version that sampled it.
         """
+        if self._closed:
+            raise EngineError("the engine is closed")
         await asyncio.get_running_loop().run_in_executor(self._worker, self._load, state, version)
 
     async def close(self) -> None:
