@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from treadle.batch import DropReport, Example, divisor, pack
+from treadle.feedback.process import step_signals
 from treadle.learner import Learner
 from treadle.losses import Loss
 from treadle.render.base import Renderer
@@ -41,11 +42,18 @@ def _tokenised(node: Node, renderer: Renderer, contract: Contract) -> Node:
 
 
 def imitation(trajectory: Trajectory) -> Example:
-    """Train every reply of a trajectory but those marked as deliberate or found mistakes: they stay as context."""
+    """Train every reply of a trajectory but mistakes, which stay as context.
+
+    Mistakes are replies marked so in the log, and those that a step signal finds. A reply copied from another
+    trajectory is trained there.
+    """
+    faulty = {signal.node for signal in step_signals(trajectory) if (signal.value or 0.0) < 0}
     weights = {
         node.id: 1.0
         for node in trajectory.nodes
-        if node.message.role == "assistant" and not node.extra.get("untrained")
+        if node.message.role == "assistant"
+        and node.id not in faulty
+        and not node.extra.keys() & {"untrained", "copied_from"}
     }
     return Example(trajectory=trajectory, weights=weights)
 

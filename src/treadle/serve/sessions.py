@@ -18,6 +18,7 @@ import msgspec
 
 from treadle.engine.base import Engine, Sample
 from treadle.errors import UserError
+from treadle.pool.scrub import Scrubber
 from treadle.render.base import Renderer
 from treadle.rollout import CLEAN_STOPS, act_of, append, append_reply
 from treadle.serve.wire import Reply, Request, RequestError, as_sent, echoes
@@ -276,7 +277,7 @@ class Sessions:
         trajectory = served.trajectory
         trajectory.outcome = Outcome(end=end)
         trajectory.seconds = time.time() - trajectory.created if trajectory.created is not None else None
-        self.store.add_trajectory(trajectory)
+        self.store.add_trajectory(Scrubber().trajectory(trajectory))  # a stored secret would come back in training
         served.stored = True
         self.counts["stored"] += 1
         await self.engine.release(trajectory.id)

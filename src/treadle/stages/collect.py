@@ -61,14 +61,12 @@ def _take(tasks: list[Task], count: int, rng: np.random.Generator) -> list[Task]
 
 
 def _row(ws: Workspace, trajectory: Trajectory, mistakes: list[int]) -> dict[str, Any]:
-    row = openai_chat.to_row(trajectory, ws.contract.tools)
-    row["metadata"] = {
-        "task_id": trajectory.task_id,
-        "reward": trajectory.outcome.reward,
-        "end": trajectory.outcome.end.value,
-        "untrained": mistakes,
-    }
-    return row
+    """A log row; `mistakes` are indexes of replies."""
+    replies = [node for node in trajectory.path() if node.message.role == "assistant"]
+    for index in mistakes:
+        if index < len(replies):
+            replies[index].extra["untrained"] = True
+    return openai_chat.to_row(trajectory, ws.contract.tools)
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

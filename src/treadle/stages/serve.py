@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 import httpx
-import msgspec
 import numpy as np
 
 from treadle.env.base import Session
+from treadle.errors import DataError
 from treadle.rollout import refuse
 from treadle.serve.app import create_app, running
 from treadle.serve.app import serve as serve_app
@@ -38,19 +38,22 @@ async def serve_tasks(ws: Workspace, checkpoint: Checkpoint, turn: int) -> dict[
     order = np.random.default_rng([ws.config.seed, turn, 9]).permutation(len(tasks))
     chosen = [tasks[i] for i in order[: ws.config.serve.sessions]]
     app = create_app(await ws.engine(checkpoint), ws.renderer, ws.store, checkpoint.id, ws.contract)
-    with ws.progress("serve", len(chosen)) as advance:
-        async with running(app) as url, httpx.AsyncClient(base_url=url, timeout=CLIENT_SECONDS) as client:
+    sessions = [await ws.environment.start(task) for task in chosen]
+    try:
+        with ws.progress("serve", len(chosen)) as advance:
+            async with running(app) as url, httpx.AsyncClient(base_url=url, timeout=CLIENT_SECONDS) as client:
 
-            async def play(task: Task) -> float | None:
-                session = await ws.environment.start(task)
-                try:
+                async def play(task: Task, session: Session) -> str:
                     recorded = await _converse(ws, client, checkpoint.id, task, session)
-                    return await _judge(ws, recorded, session)
-                finally:
-                    await session.close()
                     advance(1)
+                    return recorded
 
-            rewards = await asyncio.gather(*(play(task) for task in chosen))
+                played = await asyncio.gather(*map(play, chosen, sessions))
+        # the server has stopped, so that every conversation is stored, also those that no reply had ended
+        rewards = [await _judge(ws, name, session) for name, session in zip(played, sessions, strict=True)]
+    finally:
+        for session in sessions:
+            await session.close()
     graded = [reward for reward in rewards if reward is not None]
     return {"sessions": len(rewards), "graded": len(graded), "solved": sum(reward == 1 for reward in graded)}
 
@@ -62,11 +65,11 @@ async def _converse(ws: Workspace, client: httpx.AsyncClient, model: str, task: 
         {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
         for t in ws.contract.tools
     ]
-    recorded = ""
+    recorded: str = ""
     for _ in range(ws.contract.budget.turns):
         request = {"model": model, "messages": messages, "tools": tools, "metadata": {"task_id": task.id}}
         reply = (await client.post("/v1/chat/completions", json=request)).raise_for_status().json()
-        recorded = str(reply["id"]).split("-")[1]
+        recorded = reply["treadle"]["session"]
         message = reply["choices"][0]["message"]
         messages.append(message)
         if not message.get("tool_calls") or reply["choices"][0]["finish_reason"] == "length":
@@ -87,11 +90,11 @@ async def _call(ws: Workspace, session: Session, wire: dict[str, Any]) -> tuple[
 
 
 async def _judge(ws: Workspace, recorded: str, session: Session) -> float | None:
-    """Grade the environment as the client left it; a session that the server still holds open stays ungraded."""
+    """Grade the environment as the client left it, and add the verdict to what the server recorded."""
     trajectory = ws.store.trajectory(recorded)
     if trajectory is None:
-        return None
-    outcome = await session.grade(msgspec.structs.replace(trajectory))
+        raise DataError(f"the endpoint answered for session {recorded!r} but did not store it")
+    outcome = await session.grade(trajectory)
     verdict = Signal(name="verifier", layer=Layer.VERIFIER, value=outcome.reward, version=outcome.verifier)
     ws.store.add_signals(recorded, [verdict])
     return outcome.reward
