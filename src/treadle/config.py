@@ -18,7 +18,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Model(Section, frozen=True):
     base: str = "smollm2"  # "smollm2", "tiny" or a Hugging Face model folder
-    dtype: str = "bfloat16"  # of the sampling engine; the learner keeps float32 masters
+    dtype: str = "auto"  # of sampling: bfloat16 where the processor multiplies it fast; masters are float32
     slots: int = 64  # sessions decoded at once
     context: int = 768  # tokens a session can hold
     threads: int = 2
@@ -199,8 +199,8 @@ def _check_values(config: Config) -> Config:
             f"pack_tokens is {config.pack_tokens} but model.context is {config.model.context}: "
             "a whole episode must fit, so set pack_tokens to at least model.context"
         )
-    if config.model.dtype not in ("bfloat16", "float32"):
-        raise ConfigError(unknown("model.dtype", config.model.dtype, ["bfloat16", "float32"]))
+    if config.model.dtype not in ("auto", "bfloat16", "float32"):
+        raise ConfigError(unknown("model.dtype", config.model.dtype, ["auto", "bfloat16", "float32"]))
     if config.eval.temperature < 0:
         raise ConfigError(f"eval.temperature is {config.eval.temperature}: it can't be negative")
     return config
