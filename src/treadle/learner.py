@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from treadle import attention
 from treadle.batch import Pack
 from treadle.errors import DataError, TreadleError, UserError, unknown
 from treadle.losses import Loss, PackTensors, token_log_probs
@@ -56,6 +57,7 @@ class Learner:
             torch.set_num_threads(threads)
         self.folder = Path(model) if isinstance(model, str | Path) else None
         self.model: PreTrainedModel = _open(Path(model)) if isinstance(model, str | Path) else model
+        self.model.set_attn_implementation(attention.NAME)
         self.model.to(device).float().eval()  # eval: no dropout, so a log-prob depends on weights and ids alone
         self.device = torch.device(device)
         self.dtype = _dtype(dtype, device)
@@ -74,19 +76,16 @@ class Learner:
         source_U, index_N = np.unique(pack.source_N, return_inverse=True)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             hidden_TH = self.model.base_model(
-                input_ids=tokens_1T, attention_mask=self._mask(pack), position_ids=positions_1T, use_cache=False
+                input_ids=tokens_1T,
+                position_ids=positions_1T,
+                use_cache=False,
+                stretches=attention.plan(pack, self.dtype, self.device),
             ).last_hidden_state[0]
             at_U = torch.from_numpy(source_U).to(self.device)
             logits_UV: Tensor = self.model.get_output_embeddings()(hidden_TH[at_U])
         if len(source_U) == len(index_N) and (np.diff(index_N) > 0).all():
             return logits_UV
         return logits_UV[torch.from_numpy(index_N).to(self.device)]
-
-    def _mask(self, pack: Pack) -> Tensor:
-        """Additive [1, 1, T, T], ready-made, so the model passes it on as it is."""
-        allowed_TT = torch.from_numpy(pack.ancestors()).to(self.device)
-        mask_TT = torch.zeros(allowed_TT.shape, dtype=self.dtype, device=self.device)
-        return mask_TT.masked_fill_(~allowed_TT, -math.inf)[None, None]
 
     def log_probs(self, packs: Sequence[Pack], temperature: float = 1.0) -> list[NDArray[np.float32]]:
         """For each pack, the log-probs [N] of its trained tokens under the weights held now."""
