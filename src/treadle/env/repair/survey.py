@@ -1,0 +1,92 @@
+"""Which tests call which functions: one traced run of each test module on the pristine package, thrice."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import msgspec
+
+from treadle.env.repair.bench import Job, TestBench, Verdict
+from treadle.env.repair.mutate import Function, functions
+from treadle.types import Record, Split
+
+SLOW = 0.25  # seconds, traced: a slower test is no use to an episode
+MANY = 30.0  # seconds for a whole test module
+KEPT = 8  # tests of a function, at most
+
+
+class Target(Record, frozen=True):
+    """A function and the tests that call it, most telling first; all of them pass thrice on the pristine package."""
+
+    package: str
+    path: str
+    function: Function
+    tests: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        return f"{self.package}/{self.path}:{self.function.qualified}"
+
+    def hidden(self, named: tuple[str, ...]) -> tuple[str, ...]:
+        """Other tests of the named ones' module."""
+        module = named[0].split("::")[0]
+        return tuple(t for t in self.tests if t not in named and t.split("::")[0] == module)
+
+
+SHARES = {"train": 0.75, "validation": 0.08}  # of the functions; the rest is held out
+
+
+def split_of(target: Target, held_out: bool) -> Split:
+    """By function, so that no function is in two splits; a package held out is so whole."""
+    at = int(hashlib.sha256(target.key.encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
+    if held_out or at > sum(SHARES.values()):
+        return Split.HELD_OUT
+    return Split.TRAIN if at < SHARES["train"] else Split.VALIDATION
+
+
+async def survey(bench: TestBench, package: str) -> list[Target]:
+    """Trace each test module once; then prove the tests that are of use, thrice."""
+    source = bench.sources[package]
+    callers: dict[tuple[str, int], list[tuple[int, str]]] = {}
+    for verdicts in await asyncio.gather(*(_traced(bench, package, path) for path in source.tests)):
+        for test, verdict in verdicts.items():
+            for at in verdict.calls:
+                callers.setdefault(at, []).append((len(verdict.calls), test))
+    found = []
+    for path in source.modules:
+        for function, _ in functions(source.text(path)):
+            tests = callers.get((path, function.first), [])
+            order = sorted(tests, key=lambda t: (_plain(function.name) not in _plain(t[1]), *t))
+            if order:
+                names = tuple(test for _, test in order[:KEPT])
+                found.append(Target(package=package, path=path, function=function, tests=names))
+    steady = await _steady(bench, package, {test for target in found for test in target.tests})
+    kept = [(target, tuple(test for test in target.tests if test in steady)) for target in found]
+    return [msgspec.structs.replace(target, tests=tests) for target, tests in kept if tests]
+
+
+def _plain(name: str) -> str:
+    """For names that say the same in their own ways: `TakeTests` is about `take`."""
+    return name.lower().replace("_", "")
+
+
+async def _traced(bench: TestBench, package: str, path: str) -> dict[str, Verdict]:
+    """Tests that passed, quickly and under one name (parametrised ones are left out)."""
+    ((run,),) = await bench.batch(package, [Job(files={}, tests=[path], trace=True)], MANY)
+    right = {test: v for test, v in run.records.items() if v.passed and v.seconds < SLOW and "[" not in test}
+    return right if run.closed else {}
+
+
+async def _steady(bench: TestBench, package: str, tests: set[str]) -> set[str]:
+    """Those that pass three times more; their verdicts are kept for the episodes."""
+    modules: dict[str, list[str]] = {}
+    for test in sorted(tests):
+        modules.setdefault(test.split("::")[0], []).append(test)
+    jobs = [Job(files={}, tests=wanted, repeat=3) for wanted in modules.values()]
+    results = await asyncio.gather(*(bench.batch(package, [job], MANY) for job in jobs))
+    proved = set()
+    for job, (runs,) in zip(jobs, results, strict=True):
+        if bench.proved(package, job, runs):
+            proved |= {test for test in job.tests if runs[0].verdict(test).passed}
+    return proved
