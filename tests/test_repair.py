@@ -79,7 +79,9 @@ class Stack:
             return None
         return self.items.pop()
 '''
-TESTS = """from tiny.core import Stack, count_words, largest, pairs, total
+TESTS = """from unittest import TestCase
+
+from tiny.core import Stack, count_words, largest, pairs, total
 
 
 def test_total():
@@ -113,6 +115,11 @@ def test_stack():
     assert stack.pull() == 2
     assert stack.pull() == 1
     assert stack.pull() is None
+
+
+class LargestTests(TestCase):
+    def test_of_one(self):
+        self.assertEqual(largest([5]), 5)
 """
 TINY = Package(name="tiny", version="1", modules=("tiny/*.py",), tests=("tests/test_*.py",))
 SIZE = PoolSize(L1=8, L2=3, L3=3, boundary=3)
@@ -193,6 +200,22 @@ async def test_a_silent_bug_shows_the_assertion_its_values_and_the_function(envi
     said = (await call(session, "run_tests")).content
     assert said.startswith("test_total: assert total([1, 2, 3]) == 6\nassert -6 == 6")
     assert said.endswith("total is in core.py, lines 6-9")
+
+
+async def test_unittest_style_tests_say_as_much(bench: TestBench) -> None:
+    test = "tests/test_core.py::LargestTests::test_of_one"
+    misspelt_name = CORE.replace("best = default", "best = defalt")
+    why = (await bench.verdicts("tiny", {"tiny/core.py": misspelt_name}, [test]))[test].why
+    assert why is not None
+    assert (why.file, why.function, why.error) == (
+        "tiny/core.py",
+        "largest",
+        "NameError: name 'defalt' is not defined. Did you mean: 'default'?",
+    )
+    silent = CORE.replace("    return best", "    return default")
+    why = (await bench.verdicts("tiny", {"tiny/core.py": silent}, [test]))[test].why
+    assert why is not None
+    assert (why.file, why.error) == ("tests/test_core.py", "AssertionError: None != 5")
 
 
 async def test_reading_and_refusals(environment: RepairEnvironment) -> None:

@@ -92,9 +92,10 @@ class Reporter:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Any:
-        if call.excinfo is not None:
+        report = yield
+        if call.excinfo is not None:  # only now: pytest fills it in for unittest's tests on the way
             self.why[item.nodeid] = self.explain(call.excinfo.value)
-        return (yield)
+        return report
 
     def pytest_exception_interact(self, node: pytest.Collector, call: Any) -> None:
         """Of a file that can't be collected; a test's own exception comes here too late."""

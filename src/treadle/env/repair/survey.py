@@ -1,4 +1,4 @@
-"""Which tests call which functions: one traced run of each test module on the pristine package, thrice."""
+"""Which tests call which functions: one traced run of each test module on the pristine package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 
 import msgspec
 
-from treadle.env.repair.bench import Job, TestBench, Verdict
+from treadle.env.repair.bench import Job, Run, TestBench, Verdict
 from treadle.env.repair.mutate import Function, functions
 from treadle.types import Record, Split
 
@@ -49,8 +49,9 @@ async def survey(bench: TestBench, package: str) -> list[Target]:
     """Trace each test module once; then prove the tests that are of use, thrice."""
     source = bench.sources[package]
     callers: dict[tuple[str, int], list[tuple[int, str]]] = {}
-    for verdicts in await asyncio.gather(*(_traced(bench, package, path) for path in source.tests)):
-        for test, verdict in verdicts.items():
+    traces = await _runs(bench, package, [Job(files={}, tests=[path], trace=True) for path in source.tests])
+    for _, (run,) in traces:
+        for test, verdict in _usable(run).items():
             for at in verdict.calls:
                 callers.setdefault(at, []).append((len(verdict.calls), test))
     found = []
@@ -71,9 +72,15 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "")
 
 
-async def _traced(bench: TestBench, package: str, path: str) -> dict[str, Verdict]:
+async def _runs(bench: TestBench, package: str, jobs: list[Job]) -> list[tuple[Job, list[Run]]]:
+    """Half of the jobs in one sandbox, half in another."""
+    halves = [half for half in (jobs[::2], jobs[1::2]) if half]
+    answers = await asyncio.gather(*(bench.batch(package, half, MANY) for half in halves))
+    return [pair for half, runs in zip(halves, answers, strict=True) for pair in zip(half, runs, strict=True)]
+
+
+def _usable(run: Run) -> dict[str, Verdict]:
     """Tests that passed, quickly and under one name (parametrised ones are left out)."""
-    ((run,),) = await bench.batch(package, [Job(files={}, tests=[path], trace=True)], MANY)
     right = {test: v for test, v in run.records.items() if v.passed and v.seconds < SLOW and "[" not in test}
     return right if run.closed else {}
 
@@ -84,9 +91,8 @@ async def _steady(bench: TestBench, package: str, tests: set[str]) -> set[str]:
     for test in sorted(tests):
         modules.setdefault(test.split("::")[0], []).append(test)
     jobs = [Job(files={}, tests=wanted, repeat=3) for wanted in modules.values()]
-    results = await asyncio.gather(*(bench.batch(package, [job], MANY) for job in jobs))
     proved = set()
-    for job, (runs,) in zip(jobs, results, strict=True):
+    for job, runs in await _runs(bench, package, jobs):
         if bench.proved(package, job, runs):
             proved |= {test for test in job.tests if runs[0].verdict(test).passed}
     return proved

@@ -20,6 +20,7 @@ from treadle.env.repair.session import RIGHT_ACT, RepairEnvironment, Scene
 from treadle.env.repair.survey import Target, split_of, survey
 from treadle.types import Message, Record, Task, TaskKind, fingerprint, from_json, to_builtins, to_json
 
+MAKING = ("bench", "boundary", "contract", "mutate", "packages", "runner", "session", "survey", "tasks")
 BATCH = 16  # candidates broken in one sandbox
 TRIED = 4  # tests of a function run against each candidate
 TWO_TESTS = 0.2  # share of tasks that name two failing tests, where two fail
@@ -60,7 +61,7 @@ async def build_pool(
     bench: TestBench, path: Path, size: PoolSize, seed: int = 0, advance: Callable[[int], None] = lambda made: None
 ) -> Pool:
     """The pool kept beside `path`, made when there is none for these packages, size, seed and code."""
-    code = [file.read_bytes().hex() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    code = [Path(__file__).with_name(f"{name}.py").read_bytes().hex() for name in MAKING]
     packages = [to_builtins(source.package) for source in bench.sources.values()]
     kept = path.with_name(f"{path.stem}-{fingerprint([packages, to_builtins(size), seed, code])}.jsonl")
     if kept.exists():
