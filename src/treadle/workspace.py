@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from treadle.config import Config
 from treadle.engine.base import Engine
+from treadle.env.repair.packages import PACKAGES, Package
 from treadle.env.repair.session import RepairEnvironment
 from treadle.errors import DataError, UserError, unknown
 from treadle.models import load_tokenizer, smollm2, tiny_llama
@@ -45,9 +46,9 @@ class Workspace:
     async def open(cls, path: Path, config: Config) -> Workspace:
         """Raises UserError when the model, the environment's packages or a sandbox can't be had."""
         path.mkdir(parents=True, exist_ok=True)
-        environment = await RepairEnvironment.open()
+        environment = await RepairEnvironment.open(packages=_packages(config))
         try:
-            return cls(path, config, environment, Console(stderr=True))
+            return cls(path, config, environment, console())
         except BaseException:
             await environment.close()
             raise
@@ -129,6 +130,8 @@ class Workspace:
         found = {job.id: self.store.trajectory(job.id) for job in jobs}
         done = {name: trajectory for name, trajectory in found.items() if trajectory is not None}
         missing = [job for job in jobs if job.id not in done]
+        if not missing:
+            return [done[job.id] for job in jobs]
         loop = Loop(engine, self.renderer, self.environment, SamplingParams(temperature=temperature), policy)
         with self.progress(title, len(jobs), done=len(done)) as advance:
 
@@ -170,6 +173,20 @@ class Workspace:
         with Progress(*columns, console=self.console) as bar:
             task = bar.add_task(title, total=total, completed=done)
             yield lambda n: bar.update(task, advance=n)
+
+
+def console() -> Console:
+    """Where stages report: standard error. Not a terminal: wide enough for the table of stages."""
+    found = Console(stderr=True)
+    return found if found.is_terminal else Console(stderr=True, width=120)
+
+
+def _packages(config: Config) -> tuple[Package, ...]:
+    known = {package.name: package for package in PACKAGES}
+    for name in config.tasks.packages:
+        if name not in known:
+            raise UserError(unknown("package in tasks.packages", name, known))
+    return tuple(known[name] for name in config.tasks.packages)
 
 
 def base_checkpoint(base: str) -> Checkpoint:

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from treadle.env.repair.tasks import build_pool
+from treadle.env.repair.survey import SHARES
+from treadle.env.repair.tasks import PoolSize, build_pool
 from treadle.models import cache_folder
 from treadle.types import Split, Task, TaskKind
 from treadle.workspace import Workspace
 
 LEVELS = ("L1", "L2", "L3")
+SPARE = 1.15  # a pool is made somewhat larger than asked for, since a split's share of it varies
 
 
 async def check(ws: Workspace) -> dict[str, Any]:
@@ -22,14 +24,30 @@ async def check(ws: Workspace) -> dict[str, Any]:
     A candidate is admitted when its fix passes, its broken state fails, and both do so thrice. Returns counts of what
     was stored and of what was rejected, by reason.
     """
-    with ws.console.status("check: making tasks and proving each thrice"):
-        pool = await build_pool(ws.environment.bench, cache_folder() / "repair-pool.jsonl")
     settings = ws.config.tasks
+    size = _size(ws)
+    with ws.progress("check: making tasks", size.total) as advance:
+        pool = await build_pool(ws.environment.bench, cache_folder() / "repair-pool.jsonl", size, advance=advance)
+        advance(size.total)  # to the end, also when the pool was there already or fewer could be made
     held_out = _share(ws, [task for task in pool.tasks if task.split is Split.HELD_OUT], settings.held_out)
     train = _share(ws, [task for task in pool.tasks if task.split is Split.TRAIN], settings.train)
     ws.store.add_tasks([*held_out, *train])
     stored = Counter(f"{task.split}/{task.labels.get('level', task.kind)}" for task in [*held_out, *train])
     return {"stored": dict(stored), "rejected": pool.rejected}
+
+
+def _size(ws: Workspace) -> PoolSize:
+    """Of the pool that gives both splits what they ask for."""
+    settings = ws.config.tasks
+    packages = [source.package for source in ws.environment.bench.sources.values()]
+    whole = sum(package.share for package in packages)
+    apart = sum(package.share for package in packages if package.held_out) / whole
+    train = (1 - apart) * SHARES["train"]
+    held_out = apart + (1 - apart) * (1 - sum(SHARES.values()))
+    total = SPARE * max(settings.train / train, settings.held_out / held_out)
+    solvable = (1 - settings.boundary) * total
+    L1, L2, L3 = (round(solvable * share) for share in settings.levels)
+    return PoolSize(L1=L1, L2=L2, L3=L3, boundary=round(settings.boundary * total))
 
 
 def _share(ws: Workspace, tasks: Sequence[Task], count: int) -> list[Task]:

@@ -44,7 +44,7 @@ def _jobs(ws: Workspace, turn: int) -> list[Job]:
     rng = np.random.default_rng([ws.config.seed, turn])
     boundary = [task for task in tasks if task.kind is not TaskKind.SOLVABLE]
     solvable = [task for task in tasks if task.kind is TaskKind.SOLVABLE]
-    wanted = min(round(settings.boundary * settings.demonstrations), len(boundary))
+    wanted = round(settings.boundary * settings.demonstrations) if boundary else 0
     chosen = [*_take(boundary, wanted, rng), *_take(solvable, settings.demonstrations - wanted, rng)]
     return [
         Job(id=f"collect-{turn}-{i}", task=task, seed=rollout_seed(ws.config.seed, turn, task.id, i))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Console
 
 from treadle.pool.curate import curate
 from treadle.pool.ingest import ingest
@@ -116,7 +117,10 @@ class Turn:
 
     def finish(self, released: Checkpoint) -> None:
         """Table, figure, and the end of the journal."""
-        self.ws.console.print(stage_table(self.run.rows()))
+        table = stage_table(self.run.rows())
+        self.ws.console.print(table)
+        with (self.run.path / "table.txt").open("w", encoding="utf-8") as file:
+            Console(file=file, width=120).print(table)
         curves(self.run.metrics, self.run.path / "curves.png")
         self.ws.console.print(f"released: {released.id}; figure, table and metrics in {self.run.path}")
         self.ws.store.finish("turn", str(self.number), {"released": released.id})
