@@ -6,6 +6,7 @@ import ast
 import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 from treadle.env.repair.bench import Job, TestBench
 from treadle.env.repair.contract import SYSTEM
@@ -35,7 +36,7 @@ ENDINGS = ("again", "edge", "other", "order", "more")
 async def boundary_tasks(
     bench: TestBench, targets: Sequence[Target], wanted: int, seed: int, rejected: Counter[str]
 ) -> list[Task]:
-    """A third of each kind, over all packages and splits, each about a function of its own."""
+    """As evenly of each kind as the tests allow, over all packages and splits, each about a function of its own."""
     rng = random.Random(f"{seed} boundary")
     queue = list(targets)
     rng.shuffle(queue)
@@ -43,12 +44,13 @@ async def boundary_tasks(
     for target in queue:
         if len(made) == wanted:
             break
-        kind = KINDS[len(made) % len(KINDS)]
-        scene, request = _scene(bench.sources[target.package], target, kind, rng)
-        if kind is TaskKind.UNSOLVABLE and not await _contradicts(bench, scene):
-            rejected["no test of the function can be contradicted"] += 1
-            continue
-        made.append(_task(target, kind, scene, request, bench.sources[target.package].package.held_out))
+        source = bench.sources[target.package]
+        for kind in sorted(KINDS, key=lambda kind: sum(task.kind is kind for task in made)):
+            scene, request = _scene(source, target, kind, rng)
+            if kind is not TaskKind.UNSOLVABLE or await _contradicts(bench, scene):
+                made.append(_task(target, kind, scene, request, source.package.held_out))
+                break
+            rejected["no test of the function can be contradicted"] += 1  # so it gets another kind
     return made
 
 
@@ -90,7 +92,7 @@ def contradiction(text: str, test: str, name: str) -> str:
     "" when there is none: not a plain function, or without such an assertion on one line.
     """
     lines = text.split("\n")
-    for node in ast.parse(text).body:
+    for node in _parsed(text).body:
         if isinstance(node, ast.FunctionDef) and node.name == test and not node.args.args and not node.decorator_list:
             for inner in node.body:
                 if not isinstance(inner, ast.Assert) or inner.lineno != inner.end_lineno:
@@ -102,6 +104,11 @@ def contradiction(text: str, test: str, name: str) -> str:
                     body = [*before, f"{assertion[:at]}!={assertion[at + 2 :]}"]
                     return f"\n\ndef {name}():\n" + "\n".join(body) + "\n"
     return ""
+
+
+@lru_cache(maxsize=32)
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 async def _contradicts(bench: TestBench, scene: Scene) -> bool:

@@ -29,8 +29,8 @@ from treadle.types import (
     to_json,
 )
 
-SHOWN = 420  # characters of a tool result: about 120 tokens
-SHOWN_LINE = 110
+SHOWN = 320  # characters of a tool result: about 120 tokens
+SHOWN_LINE = 100
 SHOWN_LINES = 12
 RIGHT_ACT = {
     TaskKind.UNDERSPECIFIED: End.ASKED,
@@ -250,7 +250,7 @@ class RepairSession:
         name, why = test.split("::")[-1], verdict.why
         if why is None:
             return f"{name}: {verdict.status}"
-        error, code = why.error.removeprefix("AssertionError: ")[:160], (why.code or "").strip()[:SHOWN_LINE]
+        error, code = why.error.removeprefix("AssertionError: ")[:120], (why.code or "").strip()[:SHOWN_LINE]
         short = self.source.short.get(why.file, why.file)
         if why.file in self.source.modules:
             inside = f", in {why.function}" if why.function else ""

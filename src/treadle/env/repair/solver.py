@@ -71,10 +71,10 @@ class Solver:
             wrong = self._other_text(old, new)
             self._replace(line, old, wrong, mistake=True)
             self._call("run_tests")
-            if self.rng.random() < 0.5:
-                self._call("undo")
-            else:
+            after = self.task.public["edits"][0][2].replace(old, wrong, 1)
+            if after.count(wrong) == 1 and self.rng.random() < 0.5:
                 return wrong, new
+            self._call("undo")
         return old, new
 
     def _other_lines(self, old: str) -> list[int]:

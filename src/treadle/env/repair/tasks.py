@@ -23,6 +23,7 @@ from treadle.types import Message, Record, Task, TaskKind, fingerprint, from_jso
 MAKING = ("bench", "boundary", "contract", "mutate", "packages", "runner", "session", "survey", "tasks")
 BATCH = 16  # candidates broken in one sandbox
 TRIED = 4  # tests of a function run against each candidate
+ENDLESS = 3.0  # seconds after which a broken package is taken not to come to an end
 TWO_TESTS = 0.2  # share of tasks that name two failing tests, where two fail
 
 
@@ -146,7 +147,7 @@ async def _try(bench: TestBench, candidates: Sequence[_Candidate], seed: int, re
     jobs = [Job(files=c.files(source), tests=c.tests) for c in candidates]
     fitting: list[Task] = []
     proofs: list[Job] = []
-    for candidate, (run,) in zip(candidates, await bench.batch(package, jobs), strict=True):
+    for candidate, (run,) in zip(candidates, await bench.batch(package, jobs, ENDLESS), strict=True):
         verdicts = {test: run.verdict(test) for test in candidate.tests}
         if run.timed_out:
             rejected["the broken package does not come to an end"] += 1
