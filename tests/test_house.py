@@ -24,7 +24,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 FLOORS = (
     ("types",),
     ("errors", "config", "store", "tables"),
-    ("credit", "losses", "batch", "prefix", "render", "models"),
+    ("credit", "losses", "batch", "prefix", "attention", "render", "models"),
     ("engine", "learner", "sandbox", "env", "feedback", "rollout", "pool", "curriculum", "metrics"),
     ("training", "report", "workspace", "serve", "show", "view", "scale"),
     ("stages",),
@@ -32,7 +32,7 @@ FLOORS = (
 )
 FLOOR_OF = {name: i for i, names in enumerate(FLOORS) for name in names}
 HEAVY = {"torch", "transformers", "safetensors", "gguf", "matplotlib", "sklearn", "scipy"}
-NEEDS_TORCH = ("learner", "losses", "training", "engine.slots", "engine.llama", "stages.")
+NEEDS_TORCH = ("learner", "losses", "attention", "training", "engine.slots", "engine.llama", "stages.")
 
 
 def module_of(path: Path) -> str:

@@ -103,7 +103,7 @@ class Workspace:
         """Write weights and manifest. The id follows from what went in, so a repeated stage finds it again."""
         key = fingerprint([stage, parent.id, data, self.stage_config(stage), self.config.seed])
         folder = self.path / "checkpoints" / f"{stage}-{key}"
-        learner.save(folder)
+        learner.save(folder, resumable=False)
         checkpoint = Checkpoint(
             id=f"{stage}-{key}",
             path=str(folder),
