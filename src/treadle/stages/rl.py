@@ -30,12 +30,12 @@ Group = list[Trajectory]
 async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     """Resumes after the last finished step. Raises DataError when a step has nothing to train on."""
     settings = ws.config.rl
-    curriculum = Curriculum(ws.store.tasks(split=Split.TRAIN, with_private=True))
-    _recall(ws, curriculum, parent)
     learner = ws.learner(parent)
     partial = ws.path / "checkpoints" / f"rl-{parent.id}-{ws.config.seed}-partial"
     if partial.exists():
         learner.load(partial)
+    curriculum = Curriculum(ws.store.tasks(split=Split.TRAIN, with_private=True))
+    _recall(ws, curriculum, parent, learner.updates)
     engine = await ws.engine(parent)
     loss = policy_loss(clip_low=settings.clip_low, clip_high=settings.clip_high, tis=settings.truncate)
     for step in range(learner.updates, settings.steps):
@@ -92,16 +92,18 @@ def _prefix(ws: Workspace, parent: Checkpoint) -> str:
     return f"rl-{parent.id}-{ws.config.seed}-"
 
 
-def _recall(ws: Workspace, curriculum: Curriculum, parent: Checkpoint) -> None:
-    """What is already known of the tasks: the groups that shaping probed, and those of earlier steps."""
-    groups: dict[str, list[float | None]] = {}
-    tasks: dict[str, str] = {}
-    for prefix in (f"shape-{parent.parent}-", f"shape-{parent.id}-", _prefix(ws, parent)):
+def _recall(ws: Workspace, curriculum: Curriculum, parent: Checkpoint, steps: int) -> None:
+    """What is already known of the tasks: the groups that shaping probed, and those of the finished steps.
+
+    Groups of a step that was broken off are left out: a resumed step must choose the tasks it had chosen.
+    """
+    done = [f"{_prefix(ws, parent)}{step:04d}-" for step in range(steps)]
+    for prefix in (f"shape-{parent.parent}-", f"shape-{parent.id}-", *done):
+        groups: dict[tuple[str, str], list[float | None]] = {}
         for group, task_id, reward in ws.store.group_outcomes(prefix):
-            groups.setdefault(group, []).append(reward)
-            tasks[group] = task_id
-    for group in sorted(groups):
-        curriculum.observe(tasks[group], groups[group])
+            groups.setdefault((group, task_id), []).append(reward)
+        for (_, task_id), rewards in sorted(groups.items()):
+            curriculum.observe(task_id, rewards)
 
 
 def _signals(trajectory: Trajectory) -> dict[int, float]:
