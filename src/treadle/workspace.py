@@ -101,7 +101,7 @@ class Workspace:
 
     def save(self, learner: Learner, stage: str, parent: Checkpoint, data: Sequence[str]) -> Checkpoint:
         """Write weights and manifest. The id follows from what went in, so a repeated stage finds it again."""
-        key = fingerprint([stage, parent.id, data, self.stage_config(stage), self.config.seed])
+        key = fingerprint([self.stage_key(stage, parent), data])
         folder = self.path / "checkpoints" / f"{stage}-{key}"
         learner.save(folder, resumable=False)
         checkpoint = Checkpoint(
@@ -118,8 +118,14 @@ class Workspace:
         self.store.add_checkpoint(checkpoint)
         return checkpoint
 
+    def stage_key(self, stage: str, parent: Checkpoint) -> str:
+        """Changes when the stage would do something else: what it has half done under another key is not taken up."""
+        return fingerprint([stage, parent.id, self.stage_config(stage)])
+
     def stage_config(self, stage: str) -> dict[str, Any]:
-        return {"seed": self.config.seed, stage: to_builtins(self.config).get(stage)}
+        """The seed and the stage's own section; a part of a stage ("distill-start") has the section of the whole."""
+        section = stage.partition("-")[0]
+        return {"seed": self.config.seed, section: to_builtins(self.config).get(section)}
 
     # ------------------------------------------------------------ rollouts
 

@@ -31,7 +31,7 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     """Resumes after the last finished step. Raises DataError when a step has nothing to train on."""
     settings = ws.config.rl
     learner = ws.learner(parent)
-    partial = ws.path / "checkpoints" / f"rl-{parent.id}-{ws.config.seed}-partial"
+    partial = ws.path / "checkpoints" / f"{_prefix(ws, parent)}partial"
     if partial.exists():
         learner.load(partial)
     curriculum = Curriculum(ws.store.tasks(split=Split.TRAIN, with_private=True))
@@ -89,7 +89,7 @@ async def _play(
 
 
 def _prefix(ws: Workspace, parent: Checkpoint) -> str:
-    return f"rl-{parent.id}-{ws.config.seed}-"
+    return f"rl-{ws.stage_key('rl', parent)}-"
 
 
 def _recall(ws: Workspace, curriculum: Curriculum, parent: Checkpoint, steps: int) -> None:
