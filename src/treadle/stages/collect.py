@@ -15,7 +15,7 @@ from treadle.engine.scripted import ScriptedEngine
 from treadle.env.repair.solver import Solver, solver_script
 from treadle.pool.formats import openai_chat
 from treadle.rollout import Job, Loop, rollout_seed
-from treadle.types import SamplingParams, Split, Task, TaskKind, Trajectory, to_json
+from treadle.types import SamplingParams, Split, Task, TaskKind, Trajectory, fingerprint, to_json
 from treadle.workspace import Workspace
 
 
@@ -29,9 +29,11 @@ async def collect(ws: Workspace, turn: int = 1) -> dict[str, Any]:
     with ws.progress("collect", len(jobs)) as advance:
         done = await loop.collect(jobs, concurrency=16, on_done=lambda _: advance(1))
     path = ws.path / "logs" / f"collect-{turn}.jsonl"
-    _write(path, [_row(ws, trajectory, mistakes[trajectory.id]) for trajectory in done])
+    rows = [_row(ws, trajectory, mistakes[trajectory.id]) for trajectory in done]
+    _write(path, rows)
     return {
         "path": str(path),
+        "digest": fingerprint(rows),
         "trajectories": len(done),
         "solved": sum(trajectory.outcome.reward == 1 for trajectory in done),
         "with_mistakes": sum(map(bool, mistakes.values())),

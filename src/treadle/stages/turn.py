@@ -35,13 +35,14 @@ async def turn(ws: Workspace) -> Run:
     """Run every stage, from raw logs to a served agent; returns the run, whose folder holds the report."""
     number, start = _where(ws)
     t = Turn(ws, number)
-    await t.stage("check", lambda: check(ws))
-    logs = await t.stage("collect", lambda: collect(ws, number))
-    await t.stage("ingest", lambda: _ingest(ws, logs["path"]), logs["path"])
-    await t.stage("curate", lambda: _curate(ws), logs["path"])
+    tasks = fingerprint(to_builtins(ws.config.tasks))
+    await t.stage("check", lambda: check(ws), tasks)
+    logs = await t.stage("collect", lambda: collect(ws, number), tasks)
+    await t.stage("ingest", lambda: _ingest(ws, logs["path"]), logs["digest"])
+    await t.stage("curate", lambda: _curate(ws), logs["digest"])
 
     await t.evaluate(start)
-    seeded = await t.train("sft", sft, start)
+    seeded = await t.train("sft", sft, start, logs["digest"])
     await t.evaluate(seeded)
     shaped = await t.train("shape", shape, seeded)
     await t.evaluate(shaped)
@@ -85,14 +86,18 @@ class Turn:
         return result
 
     async def train(
-        self, name: str, work: Callable[[Workspace, Checkpoint, Run], Awaitable[Checkpoint]], parent: Checkpoint
+        self,
+        name: str,
+        work: Callable[[Workspace, Checkpoint, Run], Awaitable[Checkpoint]],
+        parent: Checkpoint,
+        *inputs: str,
     ) -> Checkpoint:
         """A stage that gives a checkpoint."""
 
         async def made() -> Result:
             return {"checkpoint": (await work(self.ws, parent, self.run)).id}
 
-        result = await self.stage(name, made, parent.id, str(self.number))
+        result = await self.stage(name, made, parent.id, *inputs)
         return self.ws.checkpoint(result["checkpoint"])
 
     async def evaluate(self, checkpoint: Checkpoint) -> None:
