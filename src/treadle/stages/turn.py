@@ -35,9 +35,8 @@ async def turn(ws: Workspace) -> Run:
     """Run every stage, from raw logs to a served agent; returns the run, whose folder holds the report."""
     number, start = _where(ws)
     t = Turn(ws, number)
-    tasks = fingerprint(to_builtins(ws.config.tasks))
-    await t.stage("check", lambda: check(ws), tasks)
-    logs = await t.stage("collect", lambda: collect(ws, number), tasks)
+    await t.stage("check", lambda: check(ws), t.tasks)
+    logs = await t.stage("collect", lambda: collect(ws, number), t.tasks)
     await t.stage("ingest", lambda: _ingest(ws, logs["path"]), logs["digest"])
     await t.stage("curate", lambda: _curate(ws), logs["digest"])
 
@@ -68,6 +67,7 @@ class Turn:
     def __init__(self, ws: Workspace, number: int) -> None:
         self.ws = ws
         self.number = number
+        self.tasks = fingerprint(to_builtins(ws.config.tasks))  # settings that every stage depends on
         self.run = Run(ws.path / "runs" / f"turn-{number}", ws.config)
 
     async def stage(self, name: str, work: Callable[[], Awaitable[Result]], *inputs: str) -> Result:
@@ -106,7 +106,7 @@ class Turn:
         async def played() -> Result:
             return dict(to_builtins(await evaluate(self.ws, checkpoint)))
 
-        row = self.run.row(checkpoint.stage, await self.stage("eval", played, checkpoint.id))
+        row = self.run.row(checkpoint.stage, await self.stage("eval", played, checkpoint.id, self.tasks))
         self.ws.console.print(f"{row.stage}: held-out success {row.summary.success}")
 
     async def release(self, candidate: Checkpoint, incumbent: Checkpoint) -> bool:
