@@ -109,7 +109,8 @@ class Loop:
     ) -> list[Trajectory]:
         """Run every job, at most `concurrency` at once; the result is in the order of the jobs.
 
-        `on_done` is called as each trajectory finishes, so that it can be stored at once.
+        `on_done` is called as each trajectory finishes, so that it can be stored at once. An error that is not one of
+        infrastructure (a task that this environment can't play, say) stops all of them, and is raised as it is.
         """
         queue = deque(enumerate(jobs))
         workers = min(concurrency, len(jobs))
@@ -126,9 +127,12 @@ class Loop:
             finally:
                 rounds.leave()
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(workers):
-                group.create_task(work())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(workers):
+                    group.create_task(work())
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         return [done[order] for order in range(len(jobs))]
 
     async def rollout(self, job: Job, rounds: Rounds, order: int) -> Trajectory:
@@ -157,7 +161,7 @@ class Loop:
             async with asyncio.timeout(GRADE_SECONDS):
                 trajectory.outcome = await session.grade(trajectory)
         except (InfrastructureError, TimeoutError) as error:
-            trajectory.outcome = _infrastructure(error, stage)
+            trajectory.outcome = _infrastructure(error, stage, trajectory.outcome.end)
         finally:
             await self.engine.release(job.id)
             if session is not None:
@@ -172,7 +176,8 @@ class Loop:
             await rounds.wait(order)
             if time.monotonic() > deadline:
                 return End.TIME_LIMIT
-            node, sample = await self._reply(trajectory, rollout_seed(seed, turn, trajectory.id, 0))
+            # From the job alone: two checkpoints at one task and seed are a pair, whatever their rollouts are called.
+            node, sample = await self._reply(trajectory, rollout_seed(seed, turn, trajectory.task_id or "", 0))
             stopped = CLEAN_STOPS.get(sample.stop, End.INTERRUPTED)
             if stopped is not None:
                 return stopped
@@ -277,7 +282,10 @@ def _validator(schema: bytes) -> jsonschema_rs.Validator:
     return jsonschema_rs.validator_for(schema.decode())
 
 
-def _infrastructure(error: BaseException, stage: str) -> Outcome:
+def _infrastructure(error: BaseException, stage: str, end: End) -> Outcome:
+    """Ungraded. An episode that only its grader failed still ended as it ended."""
+    message = f"{type(error).__name__}: {error}"
+    if stage == "grade":
+        return Outcome(end=end, failure=Failure(kind=FailureKind.GRADER, stage=stage, message=message))
     end = End.SANDBOX_DEAD if isinstance(error, SandboxDead) else End.ERROR
-    kind = FailureKind.GRADER if stage == "grade" else FailureKind.INFRASTRUCTURE
-    return Outcome(end=end, failure=Failure(kind=kind, stage=stage, message=f"{type(error).__name__}: {error}"))
+    return Outcome(end=end, failure=Failure(kind=FailureKind.INFRASTRUCTURE, stage=stage, message=message))
