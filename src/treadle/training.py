@@ -89,6 +89,15 @@ def update(
     return metrics | learner.step(learning_rate), report
 
 
+def cuts(report: DropReport) -> dict[str, float]:
+    """What the packs had to leave out, for a metrics row."""
+    return {
+        "dropped_rows": float(sum(report.dropped.values())),
+        "cut_rows": float(report.cut_rows),
+        "cut_trained_tokens": float(report.cut_trained_tokens),
+    }
+
+
 def fit(
     learner: Learner,
     examples: Sequence[Example],
@@ -108,5 +117,5 @@ def fit(
     for step, batch in enumerate(plan):
         rate = warmup_decay(step, len(plan), learning_rate)
         metrics, report = update(learner, batch, loss, rate, pack_tokens, teacher)
-        log({**metrics, "dropped_rows": float(sum(report.dropped.values()))})
+        log({**metrics, **cuts(report)})
         advance(len(batch))

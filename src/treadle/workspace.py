@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -45,6 +47,7 @@ class Workspace:
     @classmethod
     async def open(cls, path: Path, config: Config) -> Workspace:
         """Raises UserError when the model, the environment's packages or a sandbox can't be had."""
+        path = path.resolve()  # what is noted of it must hold wherever the next verb is run
         path.mkdir(parents=True, exist_ok=True)
         environment = await RepairEnvironment.open(packages=_packages(config))
         try:
@@ -127,7 +130,14 @@ class Workspace:
         section = stage.partition("-")[0]
         return {"seed": self.config.seed, section: to_builtins(self.config).get(section)}
 
-    # ------------------------------------------------------------ rollouts
+    # ------------------------------------------------------------ tasks and rollouts
+
+    def training_tasks(self) -> list[Task]:
+        """With their private halves, for graders and solvers. Raises DataError when there are none."""
+        tasks = self.store.tasks(split=Split.TRAIN, with_private=True)
+        if not tasks:
+            raise DataError("no training tasks in the store: run `treadle check` first")
+        return tasks
 
     async def play(
         self, engine: Engine, policy: str, jobs: Sequence[Job], temperature: float, title: str
@@ -150,15 +160,19 @@ class Workspace:
         return [done[job.id] for job in jobs]
 
     async def play_held_out(self, checkpoint: Checkpoint, title: str = "") -> list[tuple[Task, Trajectory]]:
-        """`eval.episodes` episodes over the held-out tasks in turn. The same checkpoint is never played twice."""
+        """`eval.episodes` episodes over the held-out tasks in turn. The same checkpoint is never played twice.
+
+        The tasks' order is mixed, so that fewer episodes than tasks still meet every kind.
+        """
         tasks = self.store.tasks(split=Split.HELD_OUT, with_private=True)
         if not tasks:
             raise DataError("no held-out tasks in the store: run `treadle check` first")
         settings = self.config.eval
+        order = np.random.default_rng([self.config.seed, 5]).permutation(len(tasks))
         jobs = []
         for i in range(settings.episodes):
-            task, again = tasks[i % len(tasks)], i // len(tasks)
-            name = f"eval-{checkpoint.id}-{settings.temperature:g}-{task.id}-{again}"
+            task, again = tasks[order[i % len(tasks)]], i // len(tasks)
+            name = f"eval-{checkpoint.id}-{self.config.seed}-{settings.temperature:g}-{task.id}-{again}"
             jobs.append(Job(id=name, task=task, seed=rollout_seed(self.config.seed, 0, task.id, again)))
         engine = await self.engine(checkpoint)
         title = title or f"eval {checkpoint.stage}"
@@ -207,7 +221,9 @@ def base_checkpoint(base: str) -> Checkpoint:
 
 
 def revision() -> str:
-    """The code's git revision, or "" outside a checkout."""
-    here = Path(__file__).parent
-    found = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    """The code's git revision, or "" where it is not in a checkout of its own, or there is no git."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return ""
+    found = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip()

@@ -12,7 +12,7 @@ import shutil
 import numpy as np
 
 from treadle.batch import Example
-from treadle.credit import decisions, group_advantages, step_advantages
+from treadle.credit import decisions, group_advantages, has_spread, step_advantages
 from treadle.curriculum import Curriculum
 from treadle.engine.base import Engine
 from treadle.errors import DataError
@@ -20,8 +20,8 @@ from treadle.feedback.process import behaviour, step_signals
 from treadle.losses import policy_loss
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
-from treadle.training import update
-from treadle.types import Checkpoint, Split, Task, Trajectory
+from treadle.training import cuts, update
+from treadle.types import Checkpoint, Task, Trajectory
 from treadle.workspace import Workspace
 
 Group = list[Trajectory]
@@ -34,7 +34,7 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     partial = ws.path / "checkpoints" / f"{_prefix(ws, parent)}partial"
     if partial.exists():
         learner.load(partial)
-    curriculum = Curriculum(ws.store.tasks(split=Split.TRAIN, with_private=True))
+    curriculum = Curriculum(ws.training_tasks())
     _recall(ws, curriculum, parent, learner.updates)
     engine = await ws.engine(parent)
     loss = policy_loss(clip_low=settings.clip_low, clip_high=settings.clip_high, tis=settings.truncate)
@@ -43,10 +43,15 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
         groups = await _sample(ws, engine, parent, curriculum, step)
         examples, facts = credit(groups, settings.signal_weight)
         if not examples:
-            raise DataError(f"rl step {step}: none of {len(groups)} groups has anything to tell its rollouts apart")
+            raise DataError(
+                f"rl step {step}: none of {len(groups)} groups has anything to tell its rollouts apart "
+                f"(mean reward {facts['reward']:.2f}, {facts['ungraded']:.0f} rollouts ungraded): "
+                "raise rl.group or rl.refills, or train longer before RL"
+            )
         metrics, report = update(learner, examples, loss, settings.learning_rate, ws.config.pack_tokens)
+        # Told before it is saved: a kill in between tells the step twice, and never loses it.
+        run.log("rl", step=step, **facts, **metrics, **cuts(report))
         learner.save(partial)
-        run.log("rl", step=step, **facts, **metrics, dropped_rows=sum(report.dropped.values()))
     checkpoint = ws.save(learner, "rl", parent, [parent.id])
     await engine.load_weights(learner.state(), checkpoint.updates)
     ws.holds(checkpoint)
@@ -60,7 +65,7 @@ async def _sample(ws: Workspace, engine: Engine, parent: Checkpoint, curriculum:
     rng = np.random.default_rng([ws.config.seed, step])
     chosen = curriculum.choose(settings.tasks, rng)
     groups = await _play(ws, engine, parent, chosen, step, f"rl {step + 1}/{settings.steps}")
-    flat = sum(len({t.outcome.reward for t in group}) == 1 for group in groups)
+    flat = sum(not has_spread([t.outcome.reward for t in group]) for group in groups)
     if min(flat, settings.refills) > 0:
         taken = frozenset(task.id for task in chosen)
         more = curriculum.choose(min(flat, settings.refills), rng, exclude=taken)
