@@ -1,0 +1,149 @@
+"""The decisions inside the stages: who is paired with whom, what is credited, what is released."""
+
+from __future__ import annotations
+
+import pytest
+
+from treadle.stages.release import Played, judge
+from treadle.stages.rl import credit
+from treadle.stages.shape import pairs_of, parting
+from treadle.training import batches, imitation, warmup_decay
+from treadle.types import End, Message, Node, Outcome, Source, Task, TaskKind, ToolCall, Trajectory
+
+
+def reply(text: str, parent: int, ids: list[int], calls: tuple[ToolCall, ...] = ()) -> Node:
+    size = len(ids)
+    return Node(
+        id=parent + 1,
+        parent=parent,
+        message=Message(role="assistant", content=text, tool_calls=calls),
+        tokens=ids,
+        mask=[1] * size,
+        log_probs=[-0.5] * size,
+        versions=[0] * size,
+    )
+
+
+def context(role: str, parent: int | None, ids: list[int], failure: str | None = None) -> Node:
+    size = len(ids)
+    at = 0 if parent is None else parent + 1
+    return Node(
+        id=at,
+        parent=parent,
+        message=Message(role=role, content="x", tool_call_id="c" if role == "tool" else None, name="look"),
+        tokens=ids,
+        mask=[0] * size,
+        log_probs=[None] * size,
+        versions=[None] * size,
+        failure=failure,
+    )
+
+
+def trajectory(name: str, reward: float | None, *nodes: Node) -> Trajectory:
+    return Trajectory(
+        id=name,
+        task_id="t",
+        environment="e",
+        contract=None,
+        source=Source.ROLLOUT,
+        policy="p",
+        nodes=list(nodes),
+        outcome=Outcome(end=End.SUBMITTED, reward=reward),
+    )
+
+
+def two_steps(name: str, reward: float | None, first: int, second: int, result: int = 7) -> Trajectory:
+    return trajectory(
+        name,
+        reward,
+        context("user", None, [1, 2]),
+        reply("a", 0, [first]),
+        context("tool", 1, [result]),
+        reply("b", 2, [second]),
+    )
+
+
+def test_two_rollouts_part_at_the_first_reply_that_differs() -> None:
+    assert parting(two_steps("a", 1, 3, 4), two_steps("b", 0, 3, 5)) == 3
+    assert parting(two_steps("a", 1, 3, 4), two_steps("b", 0, 9, 4)) == 1
+    assert parting(two_steps("a", 1, 3, 4), two_steps("b", 0, 3, 4)) is None  # F83: equal, nothing to prefer
+    assert parting(two_steps("a", 1, 3, 4), two_steps("b", 0, 3, 4, result=8)) is None  # the environment differed
+
+
+def test_a_pair_is_one_that_failed_and_the_solved_one_nearest_to_it() -> None:
+    near, far = two_steps("near", 1, 3, 4), two_steps("far", 1, 9, 4)
+    failed, ungraded = two_steps("failed", 0, 3, 5), two_steps("ungraded", None, 3, 6)
+    pairs = pairs_of([far, near, failed, ungraded])
+    assert [(pair.solved.id, pair.failed.id, pair.at) for pair in pairs] == [("near", "failed", 3)]
+    assert len(pairs_of([near, failed, two_steps("other", 0, 3, 8)])) == 1  # a solved rollout is used once
+
+
+def test_credit_is_outcome_and_fault_and_leaves_the_ungraded_out() -> None:
+    """F28: the baseline is that of the graded ones; a group with nothing to tell its members apart trains nothing."""
+    good, bad, lost = two_steps("good", 1.0, 3, 4), two_steps("bad", 0.0, 3, 5), two_steps("lost", None, 3, 6)
+    examples, facts = credit([[good, bad, lost]], signal_weight=0.7)
+    assert [example.trajectory.id for example in examples] == ["good", "bad"]
+    assert examples[0].weights[1] == pytest.approx(-examples[1].weights[1])
+    assert examples[0].weights[1] > 0
+    assert (facts["ungraded"], facts["flat_groups"], facts["reward"]) == (1.0, 0.0, 0.5)
+    flat, facts = credit([[good, two_steps("too", 1.0, 3, 5)]], signal_weight=0.7)
+    assert flat == []
+    assert facts["flat_groups"] == 1.0
+
+
+def test_an_invalid_call_weighs_on_its_own_step_alone() -> None:
+    call = ToolCall(id="c", name="look", arguments=None, raw="{", error="broken")
+    faulty = trajectory(
+        "faulty",
+        1.0,
+        context("user", None, [1, 2]),
+        reply("", 0, [3], (call,)),
+        context("tool", 1, [7], failure="broken_call"),
+        reply("b", 2, [4]),
+    )
+    examples, _ = credit([[faulty, two_steps("clean", 1.0, 5, 4)]], signal_weight=0.7)
+    weights = {example.trajectory.id: example.weights for example in examples}
+    assert weights["faulty"][1] < 0 < weights["faulty"][3]
+    assert weights["clean"][1] == weights["clean"][3] == weights["faulty"][3]
+    assert set(imitation(faulty).weights) == {3}  # seen, not imitated
+
+
+def played(rewards: list[float | None], tokens: int = 10, kind: TaskKind = TaskKind.SOLVABLE) -> Played:
+    found = []
+    for i, reward in enumerate(rewards):
+        task = Task(id=str(i), environment="e", kind=kind, messages=(Message(role="user"),))
+        found.append((task, trajectory(str(i), reward, reply("x", -1, list(range(tokens))))))
+    return found
+
+
+def test_release_refuses_a_worse_candidate_and_says_why() -> None:
+    good, bad = played([1.0] * 60 + [0.0] * 40), played([1.0] * 30 + [0.0] * 70)
+    verdict = judge(bad, good, "bad", "good", margin=0.05, cost_margin=0.1)
+    assert not verdict.released
+    assert verdict.reasons().startswith("success: -0.300")
+    assert judge(good, bad, "good", "bad", margin=0.05, cost_margin=0.1).released
+    assert judge(good, good, "same", "good", margin=0.05, cost_margin=0.1).released
+
+
+def test_release_refuses_what_is_dearer_or_has_unlearned_to_refuse() -> None:
+    same = [1.0] * 50
+    dear = judge(played(same, tokens=20), played(same, tokens=10), "dear", "old", 0.05, 0.1)
+    assert [c.name for c in dear.criteria if not c.passed] == ["tokens an episode"]
+    boundary = played([1.0] * 40, kind=TaskKind.DANGEROUS), played([0.0] * 40, kind=TaskKind.DANGEROUS)
+    rash = judge(played(same) + boundary[1], played(same) + boundary[0], "rash", "old", 0.4, 0.1)
+    assert "boundary acts" in [c.name for c in rash.criteria if not c.passed]
+
+
+def test_an_ungraded_episode_leaves_its_pair() -> None:
+    verdict = judge(played([1.0, None, 1.0]), played([1.0, 0.0, None]), "a", "b", 0.05, 0.1)
+    assert verdict.criteria[0].difference == 0.0
+
+
+def test_every_item_is_trained_once_an_epoch() -> None:
+    """F64: a tail is a smaller batch, never dropped."""
+    plan = list(batches(list(range(7)), rows=2, epochs=2, seed=0))
+    assert [len(batch) for batch in plan] == [2, 2, 2, 1] * 2
+    assert sorted(item for batch in plan[:4] for item in batch) == list(range(7))
+    rates = [warmup_decay(step, 20, 1.0) for step in range(20)]
+    assert max(rates) == 1.0
+    assert rates[0] < 1.0 and rates[-1] == pytest.approx(0.15, abs=0.05)
