@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from treadle.stages.release import Played, judge
@@ -108,7 +110,7 @@ def test_an_invalid_call_weighs_on_its_own_step_alone() -> None:
     assert set(imitation(faulty).weights) == {3}  # seen, not imitated
 
 
-def played(rewards: list[float | None], tokens: int = 10, kind: TaskKind = TaskKind.SOLVABLE) -> Played:
+def played(rewards: Sequence[float | None], tokens: int = 10, kind: TaskKind = TaskKind.SOLVABLE) -> Played:
     found = []
     for i, reward in enumerate(rewards):
         task = Task(id=str(i), environment="e", kind=kind, messages=(Message(role="user"),))
