@@ -6,6 +6,8 @@ runs, where only the teacher can say what would have been better (on-policy reve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from treadle.batch import Example
@@ -15,15 +17,15 @@ from treadle.learner import Learner, prune_layers
 from treadle.losses import forward_kl, reverse_kl
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
-from treadle.training import fit, imitation, tokenised, update
-from treadle.types import Checkpoint, Split, Task, Trajectory
+from treadle.training import cuts, fit, imitation, tokenised, update
+from treadle.types import Checkpoint, Task, Trajectory
 from treadle.workspace import Workspace
 
 
 async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
     """Raises DataError when the teacher solved nothing."""
     settings = ws.config.distill
-    tasks = _tasks(ws)
+    tasks = _mixed(ws)
     runs = await _teacher_runs(ws, teacher, tasks)
     demonstrations = [tokenised(t, ws.renderer, ws.contract) for t in ws.store.training_trajectories("sft")]
     examples = [imitation(t) for t in [*runs, *demonstrations]]
@@ -44,9 +46,10 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
             log=lambda metrics: run.log("distill", **metrics),
             teacher=guide,
         )
-    start = ws.save(student, "distill-start", teacher, [t.id for t in runs])
+    data = [example.trajectory.id for example in examples]
+    start = ws.save(student, "distill-start", teacher, data)
     await _on_policy(ws, start, student, guide, tasks, run)
-    return ws.save(student, "distill", teacher, [t.id for t in runs])
+    return ws.save(student, "distill", teacher, data)
 
 
 def kept_layers(teacher: Learner, count: int) -> list[int]:
@@ -57,15 +60,16 @@ def kept_layers(teacher: Learner, count: int) -> list[int]:
     return sorted({round(x) for x in np.linspace(0, layers - 1, count)})
 
 
-def _tasks(ws: Workspace) -> list[Task]:
-    tasks = ws.store.tasks(split=Split.TRAIN, with_private=True)
+def _mixed(ws: Workspace) -> list[Task]:
+    tasks = ws.training_tasks()
     order = np.random.default_rng([ws.config.seed, 3]).permutation(len(tasks))
     return [tasks[i] for i in order]
 
 
 async def _teacher_runs(ws: Workspace, teacher: Checkpoint, tasks: list[Task]) -> list[Trajectory]:
     settings = ws.config.distill
-    jobs = _jobs(f"distill-{teacher.id}", tasks[: settings.tasks], settings.samples, ws.config.seed)
+    places = [(task, member) for task in tasks[: settings.tasks] for member in range(settings.samples)]
+    jobs = _jobs(f"distill-{teacher.id}-{ws.config.seed}", places, ws.config.seed)
     engine = await ws.engine(teacher)
     played = await ws.play(engine, teacher.id, jobs, 1.0, "distill: teacher runs")
     solved = [t for t in played if t.outcome.reward == 1]
@@ -74,11 +78,11 @@ async def _teacher_runs(ws: Workspace, teacher: Checkpoint, tasks: list[Task]) -
     return solved
 
 
-def _jobs(prefix: str, tasks: list[Task], samples: int, seed: int) -> list[Job]:
+def _jobs(prefix: str, places: Sequence[tuple[Task, int]], seed: int) -> list[Job]:
+    """One for each task and number of its try."""
     return [
         Job(id=f"{prefix}-{task.id}-{member}", task=task, seed=rollout_seed(seed, 7, task.id, member), group=task.id)
-        for task in tasks
-        for member in range(samples)
+        for task, member in places
     ]
 
 
@@ -89,12 +93,14 @@ async def _on_policy(
     engine = await ws.engine(start)
     for step in range(settings.steps):
         await engine.load_weights(student.state(), start.updates + step)
-        some = [tasks[(step * settings.step_rows + i) % len(tasks)] for i in range(settings.step_rows)]
-        jobs = _jobs(f"distill-{start.id}-{step}", some, 1, ws.config.seed)
+        first = step * settings.step_rows
+        places = [(tasks[i % len(tasks)], i // len(tasks)) for i in range(first, first + settings.step_rows)]
+        jobs = _jobs(f"distill-{start.id}-{step}", places, ws.config.seed)
         title = f"distill {step + 1}/{settings.steps}"
         played = await ws.play(engine, f"{start.id}+{step}", jobs, 1.0, title)
         examples = [Example(t, dict.fromkeys(decisions(t), 1.0)) for t in played if decisions(t)]
         rate = settings.learning_rate / 4
-        metrics, _ = update(student, examples, reverse_kl(), rate, ws.config.pack_tokens, teacher=guide)
+        metrics, report = update(student, examples, reverse_kl(), rate, ws.config.pack_tokens, teacher=guide)
         reward = [t.outcome.reward for t in played if t.outcome.reward is not None]
-        run.log("distill-on-policy", step=step, reward=sum(reward) / max(1, len(reward)), **metrics)
+        mean = sum(reward) / len(reward) if reward else None
+        run.log("distill-on-policy", step=step, reward=mean, graded=len(reward), **metrics, **cuts(report))

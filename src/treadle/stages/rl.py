@@ -103,7 +103,8 @@ def _recall(ws: Workspace, curriculum: Curriculum, parent: Checkpoint, steps: in
     Groups of a step that was broken off are left out: a resumed step must choose the tasks it had chosen.
     """
     done = [f"{_prefix(ws, parent)}{step:04d}-" for step in range(steps)]
-    for prefix in (f"shape-{parent.parent}-", f"shape-{parent.id}-", *done):
+    shaped = [f"shape-{checkpoint}-{ws.config.seed}-" for checkpoint in (parent.parent, parent.id)]
+    for prefix in (*shaped, *done):
         groups: dict[tuple[str, str], list[float | None]] = {}
         for group, task_id, reward in ws.store.group_outcomes(prefix):
             groups.setdefault((group, task_id), []).append(reward)

@@ -17,8 +17,8 @@ from treadle.errors import DataError
 from treadle.losses import cross_entropy, dpo
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
-from treadle.training import batches, imitation, warmup_decay
-from treadle.types import Checkpoint, Split, Trajectory
+from treadle.training import batches, cuts, imitation, warmup_decay
+from treadle.types import Checkpoint, Trajectory
 from treadle.workspace import Workspace
 
 
@@ -41,31 +41,34 @@ async def shape(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
             f"shape: no pair in {len(groups)} groups ({len(solved)} rollouts solved their task): "
             "raise shape.tasks or shape.group, or train longer before shaping"
         )
+    failed = sum(t.outcome.reward == 0 for group in groups for t in group)
+    facts = {"groups": len(groups), "solved": len(solved), "pairs": len(pairs), "failed_unpaired": failed - len(pairs)}
     learner = ws.learner(parent)
     plan = list(_plan(ws, pairs, solved))
-    for preferred, _ in plan:  # the reference is the policy before its first update
+    for preferred, _, _ in plan:  # the reference is the policy before its first update
         for each, logp_N in zip(preferred, learner.log_probs(preferred), strict=True):
             each.reference_logp_N = logp_N
     with ws.progress("shape", len(plan)) as advance:
-        for step, (preferred, imitated) in enumerate(plan):
+        for step, (preferred, imitated, cut) in enumerate(plan):
             metrics = learner.forward_backward(preferred, dpo(settings.beta), divisor(preferred, "pairs"))
             metrics |= learner.forward_backward(imitated, cross_entropy(), divisor(imitated, "weights"))
             metrics |= learner.step(warmup_decay(step, len(plan), settings.learning_rate))
-            run.log("shape", step=step, pairs=len(pairs), solved=len(solved), groups=len(groups), **metrics)
+            run.log("shape", step=step, **facts, **metrics, **cut)
             advance(1)
     return ws.save(learner, "shape", parent, [t.id for group in groups for t in group])
 
 
 async def _sample(ws: Workspace, parent: Checkpoint) -> list[list[Trajectory]]:
     settings = ws.config.shape
-    tasks = ws.store.tasks(split=Split.TRAIN, with_private=True)
+    tasks = ws.training_tasks()
     order = np.random.default_rng([ws.config.seed, 1]).permutation(len(tasks))
+    prefix = f"shape-{parent.id}-{ws.config.seed}"
     jobs = [
         Job(
-            id=f"shape-{parent.id}-{tasks[i].id}-{member}",
+            id=f"{prefix}-{tasks[i].id}-{member}",
             task=tasks[i],
             seed=rollout_seed(ws.config.seed, 0, tasks[i].id, member),
-            group=f"shape-{parent.id}-{tasks[i].id}",
+            group=f"{prefix}-{tasks[i].id}",
         )
         for i in order[: settings.tasks]
         for member in range(settings.group)
@@ -87,24 +90,29 @@ def pairs_of(group: Sequence[Trajectory]) -> list[Pair]:
 
 
 def parting(first: Trajectory, second: Trajectory) -> int | None:
-    """Index on both paths of the first reply that differs; None if something else differs first, or nothing does."""
+    """Index on both paths of the first reply that differs; None if something else differs first, or nothing does.
+
+    A reply for which the context left no room says nothing that another could be preferred to.
+    """
     for index, (one, other) in enumerate(zip(first.path(), second.path(), strict=False)):
         if one.tokens != other.tokens:
-            return index if one.message.role == other.message.role == "assistant" else None
+            replies = one.message.role == other.message.role == "assistant"
+            return index if replies and any(one.mask) and any(other.mask) else None
     return None
 
 
 def _plan(
     ws: Workspace, pairs: Sequence[Pair], solved: Sequence[Trajectory]
-) -> Iterator[tuple[list[Pack], list[Pack]]]:
-    """Packs of each update: half of its rows are pairs, as many again are solved rollouts to imitate."""
+) -> Iterator[tuple[list[Pack], list[Pack], dict[str, float]]]:
+    """Packs of each update, and what they leave out: half of its rows are pairs, as many again are to be imitated."""
     settings = ws.config.shape
     half = max(1, settings.rows // 2)
     imitated = cycle(list(batches([imitation(t) for t in solved], half, 1, ws.config.seed)))
     for batch in batches(pairs, half, settings.epochs, ws.config.seed):
-        preferred, _ = pack([row for k, pair in enumerate(batch) for row in _rows(k, pair)], ws.config.pack_tokens)
-        rest, _ = pack(next(imitated), ws.config.pack_tokens)
-        yield preferred, rest
+        rows = [row for k, pair in enumerate(batch) for row in _rows(k, pair)]
+        preferred, report = pack(rows, ws.config.pack_tokens)
+        rest, other = pack(next(imitated), ws.config.pack_tokens)
+        yield preferred, rest, {name: n + cuts(other)[name] for name, n in cuts(report).items()}
 
 
 def _rows(number: int, pair: Pair) -> tuple[Example, Example]:
