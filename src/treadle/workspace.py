@@ -164,7 +164,8 @@ class Workspace:
 
         The tasks' order is mixed, so that fewer episodes than tasks still meet every kind.
         """
-        tasks = self.store.tasks(split=Split.HELD_OUT, with_private=True)
+        held_out = self.store.tasks(split=Split.HELD_OUT, with_private=True)
+        tasks = sorted(held_out, key=lambda task: fingerprint(task.id))  # any number of them is a fair sample
         if not tasks:
             raise DataError("no held-out tasks in the store: run `treadle check` first")
         settings = self.config.eval
