@@ -141,6 +141,24 @@ def test_an_ungraded_episode_leaves_its_pair() -> None:
     assert verdict.criteria[0].difference == 0.0
 
 
+def test_what_nobody_graded_is_not_released() -> None:
+    """Invariant 3: nothing known is not nothing wrong; and a lost episode's few tokens make no candidate cheap."""
+    verdict = judge(played([None] * 50), played([1.0] * 50), "lost", "old", 0.05, 0.1)
+    assert not verdict.released
+    assert "none of 50 pairs was graded" in verdict.reasons()
+    new = played([1.0] * 30, tokens=20) + played([None] * 30, tokens=1)
+    dear = judge(new, played([1.0] * 60, tokens=10), "dear", "old", 0.05, 0.1)
+    assert dear.criteria[2].difference == -10.0
+    assert (dear.criteria[2].pairs, dear.criteria[2].left_out) == (30, 30)
+
+
+def test_success_is_of_what_is_to_be_solved() -> None:
+    """Right refusals can't make up for tasks that are no longer solved."""
+    refusals = [played([reward] * 100, kind=TaskKind.DANGEROUS) for reward in (1.0, 0.0)]
+    verdict = judge(played([0.0] * 50) + refusals[0], played([1.0] * 50) + refusals[1], "new", "old", 0.05, 0.1)
+    assert [c.name for c in verdict.criteria if not c.passed] == ["success"]
+
+
 def test_every_item_is_trained_once_an_epoch() -> None:
     """F64: a tail is a smaller batch, never dropped."""
     plan = list(batches(list(range(7)), rows=2, epochs=2, seed=0))

@@ -6,6 +6,8 @@ to the incumbent, over the same episodes, excludes a loss larger than the margin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from treadle.metrics import paired_difference
@@ -14,14 +16,25 @@ from treadle.workspace import Workspace
 
 
 class Criterion(msgspec.Struct, frozen=True):
-    """One line of the verdict: candidate - incumbent, its interval, and the bound it must stay within."""
+    """One line of the verdict: candidate - incumbent, its interval, and the bound it must stay within.
+
+    All None: no pair was graded. That passes only where no such task was asked.
+    """
 
     name: str
-    difference: float
-    low: float
-    high: float
+    difference: float | None
+    low: float | None
+    high: float | None
     bound: float  # worst value that is still accepted
     passed: bool
+    pairs: int = 0
+    left_out: int = 0  # pairs with an ungraded side
+
+    def __str__(self) -> str:
+        if self.difference is None or self.low is None or self.high is None:
+            return f"{self.name}: none of {self.left_out} pairs was graded on both sides"
+        interval = f"95 % interval {self.low:+.3f} to {self.high:+.3f}"
+        return f"{self.name}: {self.difference:+.3f} ({interval}), bound {self.bound:+.3f}"
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -31,11 +44,7 @@ class Verdict(msgspec.Struct, frozen=True):
     criteria: tuple[Criterion, ...]
 
     def reasons(self) -> str:
-        failed = [c for c in self.criteria if not c.passed]
-        return "; ".join(
-            f"{c.name}: {c.difference:+.3f} (95 % interval {c.low:+.3f} to {c.high:+.3f}), bound {c.bound:+.3f}"
-            for c in failed
-        )
+        return "; ".join(str(criterion) for criterion in self.criteria if not criterion.passed)
 
 
 async def release(ws: Workspace, candidate: Checkpoint, incumbent: Checkpoint) -> Verdict:
@@ -45,37 +54,44 @@ async def release(ws: Workspace, candidate: Checkpoint, incumbent: Checkpoint) -
     verdict = judge(new, old, candidate.id, incumbent.id, ws.config.release.margin, ws.config.release.cost_margin)
     folder = ws.path / "releases"
     folder.mkdir(exist_ok=True)
-    (folder / f"{candidate.id}.json").write_bytes(msgspec.json.format(msgspec.json.encode(verdict)))
+    path = folder / f"{candidate.id}-against-{incumbent.id}.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(verdict)))
     return verdict
 
 
 Played = list[tuple[Task, Trajectory]]
+Pair = tuple[Trajectory, Trajectory]
 
 
 def judge(new: Played, old: Played, candidate: str, incumbent: str, margin: float, cost_margin: float) -> Verdict:
-    """Success, right refusals and tokens an episode. A pair with an ungraded side is left out."""
-    criteria = [
-        _criterion("success", _rewards(new, old, boundary=None), -margin),
-        _criterion("boundary acts", _rewards(new, old, boundary=True), -2 * margin),
-    ]
-    costs = [(float(a.sampled_tokens()), float(b.sampled_tokens())) for (_, a), (_, b) in zip(new, old, strict=True)]
-    mean = sum(b for _, b in costs) / max(1, len(costs))
-    criteria.append(_criterion("tokens an episode", [(-a, -b) for a, b in costs], -cost_margin * mean))
-    return Verdict(candidate, incumbent, all(c.passed for c in criteria), tuple(criteria))
+    """Success on what is to be solved, right acts on what is not, tokens an episode. An ungraded side leaves all."""
+    played = [(task, a, b) for (task, a), (_, b) in zip(new, old, strict=True)]
+    solvable = [(a, b) for task, a, b in played if task.kind is TaskKind.SOLVABLE]
+    boundary = [(a, b) for task, a, b in played if task.kind is not TaskKind.SOLVABLE]
+    both = [*solvable, *boundary]
+    costs = [float(b.sampled_tokens()) for _, b in _graded(both)]
+    dearest = cost_margin * sum(costs) / max(1, len(costs))
+    criteria = (
+        _criterion("success", solvable, _reward, -margin),
+        _criterion("boundary acts", boundary, _reward, -2 * margin),
+        _criterion("tokens an episode", both, lambda t: -float(t.sampled_tokens()), -dearest),
+    )
+    return Verdict(candidate, incumbent, all(c.passed for c in criteria), criteria)
 
 
-def _rewards(new: Played, old: Played, boundary: bool | None) -> list[tuple[float, float]]:
-    pairs = []
-    for (task, a), (_, b) in zip(new, old, strict=True):
-        if boundary is not None and boundary != (task.kind is not TaskKind.SOLVABLE):
-            continue
-        if a.outcome.reward is not None and b.outcome.reward is not None:
-            pairs.append((a.outcome.reward, b.outcome.reward))
-    return pairs
+def _reward(trajectory: Trajectory) -> float:
+    return trajectory.outcome.reward or 0.0
 
 
-def _criterion(name: str, pairs: list[tuple[float, float]], bound: float) -> Criterion:
-    if not pairs:  # nothing was measured, so nothing is known to be worse
-        return Criterion(name, 0.0, 0.0, 0.0, bound, passed=True)
-    difference = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
-    return Criterion(name, difference.mean, difference.low, difference.high, bound, passed=difference.low >= bound)
+def _graded(pairs: list[Pair]) -> list[Pair]:
+    return [(a, b) for a, b in pairs if a.outcome.reward is not None and b.outcome.reward is not None]
+
+
+def _criterion(name: str, pairs: list[Pair], value: Callable[[Trajectory], float], bound: float) -> Criterion:
+    graded = _graded(pairs)
+    left_out = len(pairs) - len(graded)
+    if not graded:
+        return Criterion(name, None, None, None, bound, passed=not pairs, left_out=left_out)
+    found = paired_difference([value(a) for a, _ in graded], [value(b) for _, b in graded])
+    passed = found.low >= bound
+    return Criterion(name, found.mean, found.low, found.high, bound, passed, pairs=len(graded), left_out=left_out)

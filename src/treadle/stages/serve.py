@@ -11,10 +11,10 @@ import numpy as np
 
 from treadle.env.base import Session
 from treadle.errors import DataError
-from treadle.rollout import refuse
+from treadle.rollout import refuse, rollout_seed
 from treadle.serve.app import create_app, running
 from treadle.serve.app import serve as serve_app
-from treadle.types import Checkpoint, Layer, Signal, Split, Task, ToolCall
+from treadle.types import Checkpoint, Layer, Signal, Task, ToolCall
 from treadle.workspace import Workspace
 
 CLIENT_SECONDS = 600.0
@@ -34,7 +34,7 @@ async def serve_tasks(ws: Workspace, checkpoint: Checkpoint, turn: int) -> dict[
 
     Each verdict is added to its recorded session as a signal: the server itself knows of no task and no grader.
     """
-    tasks = ws.store.tasks(split=Split.TRAIN, with_private=True)
+    tasks = ws.training_tasks()
     order = np.random.default_rng([ws.config.seed, turn, 9]).permutation(len(tasks))
     chosen = [tasks[i] for i in order[: ws.config.serve.sessions]]
     app = create_app(await ws.engine(checkpoint), ws.renderer, ws.store, checkpoint.id, ws.contract)
@@ -44,7 +44,7 @@ async def serve_tasks(ws: Workspace, checkpoint: Checkpoint, turn: int) -> dict[
             async with running(app) as url, httpx.AsyncClient(base_url=url, timeout=CLIENT_SECONDS) as client:
 
                 async def play(task: Task, session: Session) -> str:
-                    recorded = await _converse(ws, client, checkpoint.id, task, session)
+                    recorded = await _converse(ws, client, checkpoint.id, task, session, turn)
                     advance(1)
                     return recorded
 
@@ -58,7 +58,9 @@ async def serve_tasks(ws: Workspace, checkpoint: Checkpoint, turn: int) -> dict[
     return {"sessions": len(rewards), "graded": len(graded), "solved": sum(reward == 1 for reward in graded)}
 
 
-async def _converse(ws: Workspace, client: httpx.AsyncClient, model: str, task: Task, session: Session) -> str:
+async def _converse(
+    ws: Workspace, client: httpx.AsyncClient, model: str, task: Task, session: Session, turn: int
+) -> str:
     """One episode through the endpoint; returns the id under which the server recorded it."""
     messages: list[dict[str, Any]] = [{"role": m.role, "content": m.content} for m in task.messages]
     tools = [
@@ -66,9 +68,14 @@ async def _converse(ws: Workspace, client: httpx.AsyncClient, model: str, task: 
         for t in ws.contract.tools
     ]
     recorded: str = ""
-    for _ in range(ws.contract.budget.turns):
-        request = {"model": model, "messages": messages, "tools": tools, "metadata": {"task_id": task.id}}
-        reply = (await client.post("/v1/chat/completions", json=request)).raise_for_status().json()
+    for number in range(ws.contract.budget.turns):
+        seed = rollout_seed(ws.config.seed, turn, task.id, number)
+        metadata = {"task_id": task.id}
+        request = {"model": model, "messages": messages, "tools": tools, "metadata": metadata, "seed": seed}
+        answer = await client.post("/v1/chat/completions", json=request)
+        if answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded":
+            break  # the last result left no room for a reply
+        reply = answer.raise_for_status().json()
         recorded = reply["treadle"]["session"]
         message = reply["choices"][0]["message"]
         messages.append(message)
