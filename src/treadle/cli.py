@@ -254,7 +254,7 @@ def serve(checkpoint: CheckpointId, folder: Folder = HERE, overrides: Override =
 
 @app.command()
 def show(
-    trajectory: Annotated[str, typer.Argument(help="A trajectory's id, or the beginning of one.")],
+    trajectory: Annotated[str, typer.Argument(help="A trajectory's id.")],
     folder: Folder = HERE,
     tokens: Annotated[bool, typer.Option(help="Show every token, trained ones marked.")] = False,
 ) -> None:
@@ -266,7 +266,7 @@ def show(
     async def work(ws: Workspace) -> None:
         found = ws.store.trajectory(trajectory)
         if found is None:
-            raise UserError(f"no trajectory {trajectory!r}: `treadle status` shows what the store holds")
+            raise UserError(f"no trajectory {trajectory!r}: `treadle status --policy CHECKPOINT` lists a checkpoint's")
         print_trajectory(Console(), found, ws.renderer if tokens else None)
 
     _run(folder, None, work)

@@ -172,6 +172,19 @@ def _check_keys(data: dict[str, Any], struct: type[Section], prefix: str) -> Non
             _check_keys(value, kind, f"{prefix}{key}.")
 
 
+def _check_shares(config: Config) -> None:
+    levels = config.tasks.levels
+    for name, value in (
+        ("tasks.boundary", config.tasks.boundary),
+        ("collect.boundary", config.collect.boundary),
+        *((f"tasks.levels[{i}]", level) for i, level in enumerate(levels)),
+    ):
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{name} is {value}: a share is from 0 to 1")
+    if sum(levels) > 1.000001:
+        raise ConfigError(f"tasks.levels is {list(levels)}: the shares add up to more than 1")
+
+
 def _check_values(config: Config) -> Config:
     """Values that would only fail minutes later."""
     counts = {
@@ -182,16 +195,27 @@ def _check_values(config: Config) -> Config:
         "tasks.held_out": config.tasks.held_out,
         "collect.demonstrations": config.collect.demonstrations,
         "sft.rows": config.sft.rows,
+        "sft.epochs": config.sft.epochs,
+        "shape.tasks": config.shape.tasks,
+        "shape.epochs": config.shape.epochs,
         "shape.rows": config.shape.rows,
+        "rl.steps": config.rl.steps,
         "rl.tasks": config.rl.tasks,
         "distill.layers": config.distill.layers,
+        "distill.tasks": config.distill.tasks,
+        "distill.samples": config.distill.samples,
+        "distill.epochs": config.distill.epochs,
         "distill.rows": config.distill.rows,
+        "distill.step_rows": config.distill.step_rows,
         "eval.episodes": config.eval.episodes,
         "pack_tokens": config.pack_tokens,
     }
     for name, value in counts.items():
         if value < 1:
             raise ConfigError(f"{name} is {value}: it must be at least 1")
+    if not config.tasks.packages or len(set(config.tasks.packages)) < len(config.tasks.packages):
+        raise ConfigError(f"tasks.packages is {list(config.tasks.packages)}: name at least one package, each once")
+    _check_shares(config)
     for name, value in (("shape.group", config.shape.group), ("rl.group", config.rl.group)):
         if value < 2:
             raise ConfigError(f"{name} is {value}: a group needs 2 or more rollouts, or it has no baseline")

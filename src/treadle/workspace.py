@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -160,19 +159,15 @@ class Workspace:
         return [done[job.id] for job in jobs]
 
     async def play_held_out(self, checkpoint: Checkpoint, title: str = "") -> list[tuple[Task, Trajectory]]:
-        """`eval.episodes` episodes over the held-out tasks in turn. The same checkpoint is never played twice.
-
-        The tasks' order is mixed, so that fewer episodes than tasks still meet every kind.
-        """
+        """`eval.episodes` episodes over the held-out tasks in turn. The same checkpoint is never played twice."""
         held_out = self.store.tasks(split=Split.HELD_OUT, with_private=True)
         tasks = sorted(held_out, key=lambda task: fingerprint(task.id))  # any number of them is a fair sample
         if not tasks:
             raise DataError("no held-out tasks in the store: run `treadle check` first")
         settings = self.config.eval
-        order = np.random.default_rng([self.config.seed, 5]).permutation(len(tasks))
         jobs = []
         for i in range(settings.episodes):
-            task, again = tasks[order[i % len(tasks)]], i // len(tasks)
+            task, again = tasks[i % len(tasks)], i // len(tasks)
             name = f"eval-{checkpoint.id}-{self.config.seed}-{settings.temperature:g}-{task.id}-{again}"
             jobs.append(Job(id=name, task=task, seed=rollout_seed(self.config.seed, 0, task.id, again)))
         engine = await self.engine(checkpoint)

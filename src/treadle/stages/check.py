@@ -10,6 +10,7 @@ import numpy as np
 
 from treadle.env.repair.survey import SHARES
 from treadle.env.repair.tasks import PoolSize, build_pool
+from treadle.errors import ConfigError
 from treadle.models import cache_folder
 from treadle.types import Split, Task, TaskKind
 from treadle.workspace import Workspace
@@ -42,6 +43,8 @@ def _size(ws: Workspace) -> PoolSize:
     packages = [source.package for source in ws.environment.bench.sources.values()]
     whole = sum(package.share for package in packages)
     apart = sum(package.share for package in packages if package.held_out) / whole
+    if apart == 1:
+        raise ConfigError(f"every package of tasks.packages is held out ({', '.join(settings.packages)}): add another")
     train = (1 - apart) * SHARES["train"]
     held_out = apart + (1 - apart) * (1 - sum(SHARES.values()))
     total = SPARE * max(settings.train / train, settings.held_out / held_out)
