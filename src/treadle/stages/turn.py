@@ -40,7 +40,7 @@ async def turn(ws: Workspace) -> Run:
     await t.stage("ingest", lambda: _ingest(ws, logs["path"]), logs["digest"])
     await t.stage("curate", lambda: _curate(ws), logs["digest"])
 
-    await t.evaluate(start)
+    await t.evaluate(start, "base" if start == ws.base else "start")
     seeded = await t.train("sft", sft, start, logs["digest"])
     await t.evaluate(seeded)
     shaped = await t.train("shape", shape, seeded)
@@ -81,8 +81,8 @@ class Turn:
         started = time.monotonic()
         result = await work()
         result["seconds"] = time.monotonic() - started
+        self.run.log("stage", name=name, **result)  # first: a kill in between tells it twice, and never loses it
         self.ws.store.finish(name, key, result)
-        self.run.log("stage", name=name, **result)
         return result
 
     async def train(
@@ -100,20 +100,21 @@ class Turn:
         result = await self.stage(name, made, parent.id, *inputs)
         return self.ws.checkpoint(result["checkpoint"])
 
-    async def evaluate(self, checkpoint: Checkpoint) -> None:
-        """One row of the table."""
+    async def evaluate(self, checkpoint: Checkpoint, label: str = "") -> None:
+        """One row of the table. A turn that starts from a released checkpoint also makes one of the same stage."""
 
         async def played() -> Result:
             return dict(to_builtins(await evaluate(self.ws, checkpoint)))
 
-        row = self.run.row(checkpoint.stage, await self.stage("eval", played, checkpoint.id, self.tasks))
+        row = self.run.row(label or checkpoint.stage, await self.stage("eval", played, checkpoint.id, self.tasks))
         self.ws.console.print(f"{row.stage}: held-out success {row.summary.success}")
 
     async def release(self, candidate: Checkpoint, incumbent: Checkpoint) -> bool:
         async def judged() -> Result:
             return dict(to_builtins(await release(self.ws, candidate, incumbent)))
 
-        result = await self.stage("release", judged, candidate.id, incumbent.id)
+        played = fingerprint(self.ws.stage_config("eval"))
+        result = await self.stage("release", judged, candidate.id, incumbent.id, self.tasks, played)
         result.pop("seconds", None)
         verdict = msgspec.convert(result, Verdict)
         said = "released" if verdict.released else f"refused: {verdict.reasons()}"
