@@ -273,6 +273,11 @@ def _replace(temporary: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def saved(folder: str | Path) -> bool:
+    """Whether `Learner.save` has ever written this folder, also when a kill left it half replaced."""
+    return _recovered(Path(folder)).exists()
+
+
 def _recovered(folder: Path) -> Path:
     old = folder.with_name(folder.name + ".old")
     if not folder.exists() and old.exists():

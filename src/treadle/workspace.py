@@ -103,11 +103,11 @@ class Workspace:
 
     def save(self, learner: Learner, stage: str, parent: Checkpoint, data: Sequence[str]) -> Checkpoint:
         """Write weights and manifest. The id follows from what went in, so a repeated stage finds it again."""
-        key = fingerprint([self.stage_key(stage, parent), data])
-        folder = self.path / "checkpoints" / f"{stage}-{key}"
+        name = self._checkpoint_id(stage, parent, data)
+        folder = self.path / "checkpoints" / name
         learner.save(folder, resumable=False)
         checkpoint = Checkpoint(
-            id=f"{stage}-{key}",
+            id=name,
             path=str(folder),
             parent=parent.id,
             stage=stage,
@@ -119,6 +119,13 @@ class Workspace:
         )
         self.store.add_checkpoint(checkpoint)
         return checkpoint
+
+    def made(self, stage: str, parent: Checkpoint, data: Sequence[str]) -> Checkpoint | None:
+        """What `save` has written for the same settings and inputs."""
+        return self.store.checkpoint(self._checkpoint_id(stage, parent, data))
+
+    def _checkpoint_id(self, stage: str, parent: Checkpoint, data: Sequence[str]) -> str:
+        return f"{stage}-{fingerprint([self.stage_key(stage, parent), data])}"
 
     def stage_key(self, stage: str, parent: Checkpoint) -> str:
         """Changes when the stage would do something else: what it has half done under another key is not taken up."""

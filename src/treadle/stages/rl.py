@@ -17,11 +17,12 @@ from treadle.curriculum import Curriculum
 from treadle.engine.base import Engine
 from treadle.errors import DataError
 from treadle.feedback.process import behaviour, step_signals
+from treadle.learner import saved
 from treadle.losses import policy_loss
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
 from treadle.training import cuts, update
-from treadle.types import Checkpoint, Task, Trajectory
+from treadle.types import Checkpoint, Task, Trajectory, fingerprint
 from treadle.workspace import Workspace
 
 Group = list[Trajectory]
@@ -30,11 +31,16 @@ Group = list[Trajectory]
 async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     """Resumes after the last finished step. Raises DataError when a step has nothing to train on."""
     settings = ws.config.rl
-    learner = ws.learner(parent)
+    tasks = ws.training_tasks()
+    data = [fingerprint([task.id for task in tasks])]
     partial = ws.path / "checkpoints" / f"{_prefix(ws, parent)}partial"
-    if partial.exists():
+    if (made := ws.made("rl", parent, data)) is not None:
+        shutil.rmtree(partial, ignore_errors=True)
+        return made
+    learner = ws.learner(parent)
+    if saved(partial):
         learner.load(partial)
-    curriculum = Curriculum(ws.training_tasks())
+    curriculum = Curriculum(tasks)
     _recall(ws, curriculum, parent, learner.updates)
     engine = await ws.engine(parent)
     loss = policy_loss(clip_low=settings.clip_low, clip_high=settings.clip_high, tis=settings.truncate)
@@ -52,7 +58,7 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
         # Told before it is saved: a kill in between tells the step twice, and never loses it.
         run.log("rl", step=step, **facts, **metrics, **cuts(report))
         learner.save(partial)
-    checkpoint = ws.save(learner, "rl", parent, [parent.id])
+    checkpoint = ws.save(learner, "rl", parent, data)
     await engine.load_weights(learner.state(), checkpoint.updates)
     ws.holds(checkpoint)
     shutil.rmtree(partial, ignore_errors=True)
