@@ -15,7 +15,7 @@ from treadle.engine.scripted import ScriptedEngine
 from treadle.env.repair.solver import Solver, solver_script
 from treadle.pool.formats import openai_chat
 from treadle.rollout import Job, Loop, rollout_seed
-from treadle.types import SamplingParams, Split, Task, TaskKind, Trajectory, fingerprint, to_json
+from treadle.types import SamplingParams, Task, TaskKind, Trajectory, fingerprint, to_json
 from treadle.workspace import Workspace
 
 
@@ -42,7 +42,7 @@ async def collect(ws: Workspace, turn: int = 1) -> dict[str, Any]:
 
 def _jobs(ws: Workspace, turn: int) -> list[Job]:
     settings = ws.config.collect
-    tasks = ws.store.tasks(split=Split.TRAIN, with_private=True)
+    tasks = ws.training_tasks()
     rng = np.random.default_rng([ws.config.seed, turn])
     boundary = [task for task in tasks if task.kind is not TaskKind.SOLVABLE]
     solvable = [task for task in tasks if task.kind is TaskKind.SOLVABLE]
