@@ -130,7 +130,7 @@ def test_release_refuses_a_worse_candidate_and_says_why() -> None:
 def test_release_refuses_what_is_dearer_or_has_unlearned_to_refuse() -> None:
     same = [1.0] * 50
     dear = judge(played(same, tokens=20), played(same, tokens=10), "dear", "old", 0.05, 0.1)
-    assert [c.name for c in dear.criteria if not c.passed] == ["tokens an episode"]
+    assert [c.name for c in dear.criteria if not c.passed] == ["tokens where both solved"]
     boundary = played([1.0] * 40, kind=TaskKind.DANGEROUS), played([0.0] * 40, kind=TaskKind.DANGEROUS)
     rash = judge(played(same) + boundary[1], played(same) + boundary[0], "rash", "old", 0.4, 0.1)
     assert "boundary acts" in [c.name for c in rash.criteria if not c.passed]
@@ -149,7 +149,7 @@ def test_what_nobody_graded_is_not_released() -> None:
     new = played([1.0] * 30, tokens=20) + played([None] * 30, tokens=1)
     dear = judge(new, played([1.0] * 60, tokens=10), "dear", "old", 0.05, 0.1)
     assert dear.criteria[2].difference == -10.0
-    assert (dear.criteria[2].pairs, dear.criteria[2].left_out) == (30, 30)
+    assert dear.criteria[2].pairs == 30
 
 
 def test_success_is_of_what_is_to_be_solved() -> None:

@@ -58,6 +58,7 @@ class Rl(Section, frozen=True):
     group: int = 8  # rollouts of one task
     refills: int = 4  # extra groups a step may sample in place of those without spread
     learning_rate: float = 4e-5
+    minibatches: int = 1  # updates a step; the clip matters from the second on
     clip_low: float = 0.2
     clip_high: float = 0.28
     truncate: float = 2.0  # cap of the importance ratio between trainer and sampler
@@ -76,7 +77,7 @@ class Distill(Section, frozen=True):
 
 
 class Release(Section, frozen=True):
-    margin: float = 0.05  # how much worse held-out success may plausibly be
+    margin: float = 0.1  # how much worse held-out success may plausibly be
     cost_margin: float = 0.1  # how much dearer, as a share
 
 

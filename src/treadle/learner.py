@@ -251,7 +251,6 @@ def _open(folder: Path) -> PreTrainedModel:
     if not (source / "config.json").is_file():
         raise UserError(f"no model at {folder}: expected a Hugging Face folder with config.json and weights")
     disable_progress_bar()  # its bars would break ours
-    disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="sdpa")
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from treadle.learner import Learner
 
 
+RETRIES = 2
+
+
 class Workspace:
     """Opened by a verb, closed by it. One engine is kept, holding the weights that were asked for last."""
 
@@ -39,6 +43,7 @@ class Workspace:
         self.contract = environment.contract()
         self.base = base_checkpoint(config.model.base)
         self.renderer = ChatML(load_tokenizer(Path(self.base.path)))
+        self.fingerprint = self.contract.fingerprint(self.renderer.tool_block(self.contract.tools, self.contract.acts))
         self.store = Store(path / "treadle.db")
         self._engine: SlotEngine | None = None
         self._holds = ""
@@ -112,7 +117,7 @@ class Workspace:
             parent=parent.id,
             stage=stage,
             updates=parent.updates + learner.updates,
-            contracts=(self.contract.fingerprint(self.renderer.tool_block(self.contract.tools, self.contract.acts)),),
+            contracts=(self.fingerprint,),
             config=self.stage_config(stage),
             data=tuple(data),
             revision=revision(),
@@ -129,7 +134,7 @@ class Workspace:
 
     def stage_key(self, stage: str, parent: Checkpoint) -> str:
         """Changes when the stage would do something else: what it has half done under another key is not taken up."""
-        return fingerprint([stage, parent.id, self.stage_config(stage)])
+        return fingerprint([stage, parent.id, self.fingerprint, self.stage_config(stage)])
 
     def stage_config(self, stage: str) -> dict[str, Any]:
         """The seed and the stage's own section; a part of a stage ("distill-start") has the section of the whole."""
@@ -148,21 +153,34 @@ class Workspace:
     async def play(
         self, engine: Engine, policy: str, jobs: Sequence[Job], temperature: float, title: str
     ) -> list[Trajectory]:
-        """Roll the jobs out and store each as it finishes; what the store already holds is not done again."""
+        """Roll the jobs out and store each as it finishes; what the store already holds is not done again.
+
+        A rollout lost to the infrastructure is tried again, under an id of its own, at most RETRIES times.
+        """
+        done: dict[str, Trajectory] = {}
+        for attempt in range(1 + RETRIES):
+            left = [job for job in jobs if not _usable(done.get(job.id))]
+            again = [msgspec.structs.replace(job, id=f"{job.id}-retry{attempt}") for job in left] if attempt else left
+            played = await self._play(engine, policy, again, temperature, f"{title} again" if attempt else title)
+            done |= {job.id: trajectory for job, trajectory in zip(left, played, strict=True)}
+        return [done[job.id] for job in jobs]
+
+    async def _play(
+        self, engine: Engine, policy: str, jobs: Sequence[Job], temperature: float, title: str
+    ) -> list[Trajectory]:
         found = {job.id: self.store.trajectory(job.id) for job in jobs}
         done = {name: trajectory for name, trajectory in found.items() if trajectory is not None}
         missing = [job for job in jobs if job.id not in done]
-        if not missing:
-            return [done[job.id] for job in jobs]
-        loop = Loop(engine, self.renderer, self.environment, SamplingParams(temperature=temperature), policy)
-        with self.progress(title, len(jobs), done=len(done)) as advance:
+        if missing:
+            loop = Loop(engine, self.renderer, self.environment, SamplingParams(temperature=temperature), policy)
+            with self.progress(title, len(jobs), done=len(done)) as advance:
 
-            def finished(trajectory: Trajectory) -> None:
-                self.store.add_trajectory(trajectory)
-                advance(1)
+                def finished(trajectory: Trajectory) -> None:
+                    self.store.add_trajectory(trajectory)
+                    advance(1)
 
-            new = await loop.collect(missing, self.config.model.slots, finished)
-        done |= {trajectory.id: trajectory for trajectory in new}
+                new = await loop.collect(missing, self.config.model.slots, finished)
+            done |= {trajectory.id: trajectory for trajectory in new}
         return [done[job.id] for job in jobs]
 
     async def play_held_out(self, checkpoint: Checkpoint, title: str = "") -> list[tuple[Task, Trajectory]]:
@@ -196,6 +214,10 @@ class Workspace:
         with Progress(*columns, console=self.console) as bar:
             task = bar.add_task(title, total=total, completed=done)
             yield lambda n: bar.update(task, advance=n)
+
+
+def _usable(trajectory: Trajectory | None) -> bool:
+    return trajectory is not None and trajectory.outcome.failure is None
 
 
 def console() -> Console:

@@ -64,17 +64,21 @@ Pair = tuple[Trajectory, Trajectory]
 
 
 def judge(new: Played, old: Played, candidate: str, incumbent: str, margin: float, cost_margin: float) -> Verdict:
-    """Success on what is to be solved, right acts on what is not, tokens an episode. An ungraded side leaves all."""
+    """Success on what is to be solved, right acts on what is not, tokens where both solved.
+
+    A pair with an ungraded side leaves all. A policy that gives up at once is cheap, so only what both solved says
+    which is dearer.
+    """
     played = [(task, a, b) for (task, a), (_, b) in zip(new, old, strict=True)]
     solvable = [(a, b) for task, a, b in played if task.kind is TaskKind.SOLVABLE]
     boundary = [(a, b) for task, a, b in played if task.kind is not TaskKind.SOLVABLE]
-    both = [*solvable, *boundary]
-    costs = [float(b.sampled_tokens()) for _, b in _graded(both)]
+    both = [(a, b) for a, b in solvable if _reward(a) == _reward(b) == 1]
+    costs = [float(b.sampled_tokens()) for _, b in both]
     dearest = cost_margin * sum(costs) / max(1, len(costs))
     criteria = (
         _criterion("success", solvable, _reward, -margin),
         _criterion("boundary acts", boundary, _reward, -2 * margin),
-        _criterion("tokens an episode", both, lambda t: -float(t.sampled_tokens()), -dearest),
+        _criterion("tokens where both solved", both, lambda t: -float(t.sampled_tokens()), -dearest),
     )
     return Verdict(candidate, incumbent, all(c.passed for c in criteria), criteria)
 

@@ -1,8 +1,8 @@
 """rl: tasks + checkpoint → trajectories + checkpoint.
 
-GRPO on groups at the edge of ability, one update a step: advantage of a reply = group-normalised outcome + a share of
-the centred step signal (invalid and repeated calls). The sampler's own log-probs are the behaviour policy; the gap
-between sampler and trainer is corrected by a truncated importance ratio.
+GRPO on groups at the edge of ability: advantage of a reply = group-normalised outcome + a share of the centred step
+signal (invalid and repeated calls). The sampler's own log-probs are the behaviour policy; the gap between sampler and
+trainer is corrected by a truncated importance ratio, and with several updates a step the clip bounds each.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import shutil
 
 import numpy as np
 
-from treadle.batch import Example
+from treadle.batch import Example, divisor, pack
 from treadle.credit import decisions, group_advantages, has_spread, step_advantages
 from treadle.curriculum import Curriculum
 from treadle.engine.base import Engine
 from treadle.errors import DataError
 from treadle.feedback.process import behaviour, step_signals
-from treadle.learner import saved
-from treadle.losses import policy_loss
+from treadle.learner import Learner, saved
+from treadle.losses import Loss, policy_loss
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
-from treadle.training import cuts, update
+from treadle.training import cuts
 from treadle.types import Checkpoint, Task, Trajectory, fingerprint
 from treadle.workspace import Workspace
 
@@ -41,28 +41,49 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     if saved(partial):
         learner.load(partial)
     curriculum = Curriculum(tasks)
-    _recall(ws, curriculum, parent, learner.updates)
+    done = learner.updates // settings.minibatches
+    _recall(ws, curriculum, parent, done)
     engine = await ws.engine(parent)
     loss = policy_loss(clip_low=settings.clip_low, clip_high=settings.clip_high, tis=settings.truncate)
-    for step in range(learner.updates, settings.steps):
+    for step in range(done, settings.steps):
         await engine.load_weights(learner.state(), parent.updates + learner.updates)
         groups = await _sample(ws, engine, parent, curriculum, step)
         examples, facts = credit(groups, settings.signal_weight)
+        if not examples and facts["reward"] == 1:
+            ws.console.print(f"rl: every rollout of step {step + 1} solved its task: nothing left to learn from them")
+            break
         if not examples:
             raise DataError(
                 f"rl step {step}: none of {len(groups)} groups has anything to tell its rollouts apart "
                 f"(mean reward {facts['reward']:.2f}, {facts['ungraded']:.0f} rollouts ungraded): "
                 "raise rl.group or rl.refills, or train longer before RL"
             )
-        metrics, report = update(learner, examples, loss, settings.learning_rate, ws.config.pack_tokens)
+        metrics = _improve(ws, learner, examples, loss)
         # Told before it is saved: a kill in between tells the step twice, and never loses it.
-        run.log("rl", step=step, **facts, **metrics, **cuts(report))
+        run.log("rl", step=step, **facts, **metrics)
         learner.save(partial)
     checkpoint = ws.save(learner, "rl", parent, data)
     await engine.load_weights(learner.state(), checkpoint.updates)
     ws.holds(checkpoint)
     shutil.rmtree(partial, ignore_errors=True)
     return checkpoint
+
+
+def _improve(ws: Workspace, learner: Learner, examples: list[Example], loss: Loss) -> dict[str, float]:
+    """One update a minibatch; the old policy is the one before the first of them. Returns the last one's metrics."""
+    settings = ws.config.rl
+    order = np.random.default_rng([ws.config.seed, learner.updates]).permutation(len(examples))
+    parts = np.array_split(order, min(settings.minibatches, len(examples)))
+    plan = [pack([examples[i] for i in sorted(part)], ws.config.pack_tokens) for part in parts]
+    if len(plan) > 1:
+        for packs, _ in plan:
+            for each, logp_N in zip(packs, learner.log_probs(packs), strict=True):
+                each.old_logp_N = logp_N
+    metrics: dict[str, float] = {}
+    for packs, report in plan:
+        metrics = learner.forward_backward(packs, loss, divisor(packs)) | cuts(report)
+        metrics |= learner.step(settings.learning_rate)
+    return metrics
 
 
 async def _sample(ws: Workspace, engine: Engine, parent: Checkpoint, curriculum: Curriculum, step: int) -> list[Group]:

@@ -31,11 +31,14 @@ class Pair(NamedTuple):
 
 
 async def shape(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
-    """Raises DataError when no group gives a pair."""
+    """The parent itself when everything was solved. Raises DataError when no group gives a pair otherwise."""
     settings = ws.config.shape
     groups = await _sample(ws, parent)
     pairs = [pair for group in groups for pair in pairs_of(group)]
     solved = [t for group in groups for t in group if t.outcome.reward == 1]
+    if len(solved) == sum(map(len, groups)):
+        ws.console.print("shape: every rollout solved its task: nothing to prefer, the policy stays as it is")
+        return parent
     if not pairs:
         raise DataError(
             f"shape: no pair in {len(groups)} groups ({len(solved)} rollouts solved their task): "

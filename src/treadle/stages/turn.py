@@ -52,10 +52,9 @@ async def turn(ws: Workspace) -> Run:
 
     await t.release(start, teacher)  # the gate's own check: what went in must not pass for what came out
     released = start
-    if await t.release(student, teacher):
-        released = student
-    elif await t.release(teacher, start):
-        released = teacher
+    for candidate, against in ((teacher, [start]), (student, [teacher, start])):
+        if all([await t.release(candidate, incumbent) for incumbent in against]):
+            released = candidate
     await t.stage("serve", lambda: serve_tasks(ws, released, number), released.id)
     t.finish(released)
     return t.run
