@@ -92,7 +92,7 @@ async def _attack() -> Guarantees:
         with baited(secret=empty) as arguments:
             report = await sandbox.exec([str(python), *arguments])
         guarantees = judge(BACKEND, report, await sandbox.exec([str(python), *MEMORY_ATTACK]))
-    except SandboxDead as error:
+    except (SandboxDead, OSError) as error:  # OSError: the sandbox's user may not run what was found
         raise SandboxUnavailable(f"no sandbox on this machine: {error}. {REMEDY}") from error
     finally:
         await sandbox.close()

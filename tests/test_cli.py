@@ -1,0 +1,84 @@
+"""The command line as a user meets it: bad input is one clear line, exit code 2, and leaves nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TREADLE = Path(sys.executable).with_name("treadle")
+
+
+def treadle(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ if path is None else {**os.environ, "PATH": path}
+    command = [str(TREADLE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "ws"
+    assert treadle("init", str(made), "--set", "model.base=tiny", "--set", 'tasks.packages=["toolz"]').returncode == 0
+    return made
+
+
+def refused(done: subprocess.CompletedProcess[str], *says: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("treadle: "), done.stderr
+    for words in says:
+        assert words in done.stderr
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_bad_settings_and_paths_are_named_with_their_remedy(folder: Path, tmp_path: Path) -> None:
+    w = ["-w", str(folder)]
+    refused(treadle("turn", *w, "--set", "rl.stepz=1"), "rl.stepz", "did you mean 'rl.steps'")
+    refused(treadle("turn", "-w", str(tmp_path / "nowhere")), "treadle init")
+    refused(treadle("sft", *w, "--set", f"model.base={tmp_path}"), str(tmp_path), "config.json")
+    refused(treadle("check", *w, "--set", 'tasks.packages=["tools"]'), "did you mean 'toolz'")
+    assert left(folder) == ["treadle.toml"]
+    refused(treadle("init", str(folder)), "is there already")
+
+
+def test_a_missing_log_is_refused_and_a_broken_line_set_aside(folder: Path, tmp_path: Path) -> None:
+    refused(treadle("ingest", str(tmp_path / "none.jsonl"), "-w", str(folder)), "none.jsonl")
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+    logs = tmp_path / "logs.jsonl"
+    logs.write_text(json.dumps(row) + '\n{"messages": [\n')
+    done = treadle("ingest", str(logs), "-w", str(folder))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["trajectories"] == 1
+    assert sum(report["quarantined"].values()) == 1
+
+
+def test_a_stage_without_what_it_needs_names_the_stage_before(folder: Path) -> None:
+    w = ["-w", str(folder)]
+    refused(treadle("sft", *w), "treadle ingest", "treadle curate")
+    refused(treadle("rl", "base", *w), "treadle check")
+    refused(treadle("shape", "nothing", *w), "unknown checkpoint 'nothing'")
+    refused(treadle("show", "nothing", *w), "nothing")
+
+
+def test_no_sandbox_is_refused_with_the_remedy(folder: Path, tmp_path: Path) -> None:
+    """Where namespaces are off there is no quiet fall back to running untrusted code without isolation."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
+    (tools / "bwrap").chmod(0o755)
+    refused(treadle("check", "-w", str(folder), path=f"{tools}:{os.environ['PATH']}"), "no sandbox", "bubblewrap")
+    assert left(folder) == ["treadle.toml"]
+
+
+def test_help_teaches(tmp_path: Path) -> None:
+    whole = treadle("--help").stdout
+    for verb in ("init", "turn", "check", "collect", "ingest", "curate", "sft", "shape", "rl", "distill", "release"):
+        assert verb in whole
+    assert "treadle init" in whole
