@@ -39,7 +39,7 @@ class Collect(Section, frozen=True):
 
 class Sft(Section, frozen=True):
     epochs: int = 1
-    rows: int = 8  # trajectories an update
+    rows: int = 4  # trajectories an update: few rows, since a short cold start needs many updates
     learning_rate: float = 3e-4
 
 
