@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from importlib import metadata
@@ -38,6 +39,8 @@ T = TypeVar("T")
 
 def main() -> None:
     """Entry point: a UserError is one clear line and exit code 2."""
+    # MKL's results may depend on where arrays happen to lie; this mode's do not. Read once, when torch is loaded.
+    os.environ.setdefault("MKL_CBWR", "AUTO")
     try:
         app()
     except UserError as error:
