@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from treadle.engine.scripted import ScriptedEngine
@@ -63,12 +64,12 @@ def _take(tasks: list[Task], count: int, rng: np.random.Generator) -> list[Task]
 
 
 def _row(ws: Workspace, trajectory: Trajectory, mistakes: list[int]) -> dict[str, Any]:
-    """A log row; `mistakes` are indexes of replies."""
+    """A log row; `mistakes` are indexes of replies. Without times: the same seed gives the same log, to the byte."""
     replies = [node for node in trajectory.path() if node.message.role == "assistant"]
     for index in mistakes:
         if index < len(replies):
             replies[index].extra["untrained"] = True
-    return openai_chat.to_row(trajectory, ws.contract.tools)
+    return openai_chat.to_row(msgspec.structs.replace(trajectory, created=None, seconds=None), ws.contract.tools)
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
