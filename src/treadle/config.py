@@ -20,7 +20,7 @@ class Model(Section, frozen=True):
     base: str = "smollm2"  # "smollm2", "tiny" or a Hugging Face model folder
     dtype: str = "auto"  # of sampling: bfloat16 where the processor multiplies it fast; masters are float32
     slots: int = 64  # sessions decoded at once
-    context: int = 768  # tokens a session can hold
+    context: int = 1024  # tokens a session can hold
     threads: int = 2
 
 
