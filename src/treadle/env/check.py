@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from treadle.env.base import Environment
+from treadle.rollout import act_of, append
 from treadle.types import (
     Contract,
     End,
     Message,
-    Node,
     Outcome,
     Record,
     Source,
@@ -87,11 +87,11 @@ async def play(environment: Environment, task: Task, replies: Sequence[Message])
         policy="probe",
     )
     for message in task.messages:
-        _append(trajectory, message)
+        append(trajectory, message, [])
     end = End.ANSWERED
     try:
         for reply in replies:
-            _append(trajectory, reply)
+            append(trajectory, reply, [])
             ended = await _act(environment.contract(), session, trajectory, reply)
             if ended is not None:
                 end = ended
@@ -105,24 +105,17 @@ async def play(environment: Environment, task: Task, replies: Sequence[Message])
 
 async def _act(contract: Contract, session: Any, trajectory: Trajectory, reply: Message) -> End | None:
     if not reply.tool_calls:
-        acts = [act for act in contract.acts if reply.content.lstrip().startswith(act.marker)]
-        return max(acts, key=lambda act: len(act.marker)).end if acts else End.ANSWERED
+        return act_of(contract, reply.content)
     ends = {tool.name: tool.end for tool in contract.tools}
     for call in reply.tool_calls:
         result = await session.call(call)
-        node = _append(trajectory, Message(role="tool", content=result.content, tool_call_id=call.id, name=call.name))
+        node = append(
+            trajectory, Message(role="tool", content=result.content, tool_call_id=call.id, name=call.name), []
+        )
         node.failure, node.state = result.failure, await session.state()
         if result.ends:
             return ends[call.name] or End.ANSWERED
     return None
-
-
-def _append(trajectory: Trajectory, message: Message) -> Node:
-    node = Node(
-        id=len(trajectory.nodes), parent=len(trajectory.nodes) - 1 if trajectory.nodes else None, message=message
-    )
-    trajectory.nodes.append(node)
-    return node
 
 
 def call_message(name: str, arguments: dict[str, Any], id: str = "call_0") -> Message:
