@@ -249,6 +249,23 @@ def test_save_replaces_whole_folders_and_keeps_the_tokenizer(tmp_path: Path) -> 
         Learner(tmp_path / "nowhere")
 
 
+def test_only_the_upper_layers_are_trained() -> None:
+    """What lies below keeps its bits; what is trained gets the gradient that it gets when all is."""
+    whole, upper = tiny(layers=3), tiny(layers=3)
+    upper = Learner(upper.model, dtype="float32", trained_layers=1)
+    packs, _ = pack(EXAMPLES, 1000)
+    for learner in (whole, upper):
+        learner.forward_backward(packs, cross_entropy(), divisor(packs, "token_mean"))
+    expected = {name: g for name, g in gradients(whole).items() if "layers.2" in name or name == "model.norm.weight"}
+    torch.testing.assert_close(gradients(upper), expected)
+    before = {name: tensor.clone() for name, tensor in upper.state().items()}
+    updates(upper, 2)
+    changed = {name for name, tensor in upper.state().items() if not torch.equal(tensor, before[name])}
+    assert changed == expected.keys()
+    with pytest.raises(UserError, match="can't train 4 layers: the model has 3"):
+        Learner(upper.model, trained_layers=4)
+
+
 def test_a_bad_gradient_makes_no_update() -> None:
     learner = tiny()
     before = {name: value.clone() for name, value in learner.state().items()}

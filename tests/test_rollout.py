@@ -126,6 +126,21 @@ def test_sampled_ids_are_the_trained_ids_and_the_next_prompt() -> None:
     )
 
 
+def test_a_reply_sampled_in_strides_is_one_reply() -> None:
+    """Each stride goes on from the ids of the one before; the last is cut by the reply's own limit."""
+    renderer = toy_renderer()
+    whole = [*renderer.encode(CALL), END]
+    rests = [whole[at:] for at in range(0, len(whole), 3)]
+    engine = FixedEngine({"j": [*rests, *[ids("one two one two")] * 7]}, stride=3)
+    trajectory = play(Counter(), engine, [Job(id="j", task=task(), seed=1)])[0]
+    call, endless = (node for node in trajectory.nodes if node.message.role == "assistant")
+    assert call.tokens[-len(whole) :] == whole and sum(call.mask) == len(whole)
+    assert [call.message.tool_calls[0].name, call.stop] == ["look", StopReason.STOP]
+    assert engine.seen["j"][1] == [*engine.seen["j"][0], *whole[:3]]
+    assert (sum(endless.mask), endless.stop) == (20, StopReason.LENGTH)
+    assert trajectory.outcome.end is End.LENGTH
+
+
 def test_what_the_environment_says_first_is_in_the_prompt_untrained() -> None:
     """F10: the task's messages and the tools are seen, and never trained."""
     trajectory = one(Counter(), "done")

@@ -74,6 +74,7 @@ class Recorded(Engine):
 
     def __init__(self, replies: Sequence[Sequence[int] | Exception], context: int = 8192) -> None:
         self.context = context
+        self.stride: int | None = None
         self.replies = list(replies)
         self.asked: list[list[int]] = []
         self.params: list[SamplingParams] = []

@@ -50,6 +50,7 @@ class Shape(Section, frozen=True):
     rows: int = 16
     learning_rate: float = 1e-5
     beta: float = 0.1  # DPO
+    trained_layers: int = 0  # decoder layers that are trained, from the top; 0: every weight
 
 
 class Rl(Section, frozen=True):
@@ -62,6 +63,7 @@ class Rl(Section, frozen=True):
     clip_low: float = 0.2
     clip_high: float = 0.28
     truncate: float = 2.0  # cap of the importance ratio between trainer and sampler
+    trained_layers: int = 0  # decoder layers that are trained, from the top; 0: every weight
     signal_weight: float = 0.7  # of invalid and repeated calls, beside the outcome
 
 
@@ -227,6 +229,12 @@ def _check_values(config: Config) -> Config:
         )
     if config.model.dtype not in ("auto", "bfloat16", "float32"):
         raise ConfigError(unknown("model.dtype", config.model.dtype, ["auto", "bfloat16", "float32"]))
+    for name, value in (
+        ("shape.trained_layers", config.shape.trained_layers),
+        ("rl.trained_layers", config.rl.trained_layers),
+    ):
+        if value < 0:
+            raise ConfigError(f"{name} is {value}: 0 trains every weight")
     if config.eval.temperature < 0:
         raise ConfigError(f"eval.temperature is {config.eval.temperature}: it can't be negative")
     return config

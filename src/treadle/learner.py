@@ -39,7 +39,8 @@ class Learner:
     """A causal language model with its optimizer (AdamW).
 
     `model` is a Hugging Face folder or a loaded model. `dtype` is that of the matrix products: "float32", "bfloat16" or
-    "auto". `threads` sets torch's thread count for the whole process.
+    "auto". `trained_layers`: only so many decoder layers, from the top, and the last norm are trained; what lies below
+    is run without gradients. 0 trains every weight. `threads` sets torch's thread count for the whole process.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Learner:
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         device: str = "cpu",
+        trained_layers: int = 0,
         threads: int | None = None,
     ) -> None:
         if threads:
@@ -59,12 +61,18 @@ class Learner:
         self.model: PreTrainedModel = _open(Path(model)) if isinstance(model, str | Path) else model
         self.model.set_attn_implementation(attention.NAME)
         self.model.to(device).float().eval()  # eval: no dropout, so a log-prob depends on weights and ids alone
+        if trained_layers:
+            _freeze_below(self.model, trained_layers)
         self.device = torch.device(device)
         self.dtype = _dtype(dtype, device)
         self.max_grad_norm = max_grad_norm
         self.updates = 0  # optimizer updates contained in the weights
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=True
+            [p for p in self.model.parameters() if p.requires_grad],
+            lr=0.0,
+            betas=betas,
+            weight_decay=weight_decay,
+            fused=True,
         )
 
     # ------------------------------------------------------------ forward
@@ -244,6 +252,15 @@ def _dtype(name: str, device: str) -> torch.dtype:
     if name not in DTYPES:
         raise UserError(unknown("dtype", name, ("auto", *DTYPES)))
     return DTYPES[name]
+
+
+def _freeze_below(model: PreTrainedModel, layers: int) -> None:
+    held = model.base_model.layers
+    if layers > len(held):
+        raise UserError(f"can't train {layers} layers: the model has {len(held)}; 0 trains every weight")
+    model.requires_grad_(False)
+    for part in (*held[-layers:], model.base_model.norm):
+        part.requires_grad_(True)
 
 
 def _open(folder: Path) -> PreTrainedModel:

@@ -58,7 +58,8 @@ def rollout_seed(run_seed: int, step: int, task_id: str, member: int) -> int:
 class Rounds:
     """Lets the live sessions sample only together and in a fixed order, so that the same seed gives the same batches.
 
-    It also keeps tool runs and decoding apart, which matters where both want the same few cores.
+    It also keeps tool runs and decoding apart, which matters where both want the same few cores. A round is a stride
+    of the engine, not a whole reply: one long reply holds up nobody.
     """
 
     def __init__(self, sessions: int) -> None:
@@ -171,14 +172,12 @@ class Loop:
 
     async def _episode(self, trajectory: Trajectory, session: Session, rounds: Rounds, order: int, seed: int) -> End:
         budget = self.contract.budget
-        deadline = time.monotonic() + budget.seconds
         for turn in range(budget.turns):
-            await rounds.wait(order)
-            if time.monotonic() > deadline:
+            # Its own time: how long other sessions make it wait is no fault of the policy's.
+            if sum(node.seconds or 0.0 for node in trajectory.nodes) > budget.seconds:
                 return End.TIME_LIMIT
-            # From the job alone: two checkpoints at one task and seed are a pair, whatever their rollouts are called.
-            node, sample = await self._reply(trajectory, rollout_seed(seed, turn, trajectory.task_id or "", 0))
-            stopped = CLEAN_STOPS.get(sample.stop, End.INTERRUPTED)
+            node, stop = await self._reply(trajectory, rounds, order, seed, turn)
+            stopped = CLEAN_STOPS.get(stop, End.INTERRUPTED)
             if stopped is not None:
                 return stopped
             if not node.message.tool_calls:
@@ -194,21 +193,42 @@ class Loop:
             ids = self.renderer.delta(message, first=i == 0, tools=self.contract.tools, acts=self.contract.acts)
             append(trajectory, message, ids)
 
-    async def _reply(self, trajectory: Trajectory, seed: int) -> tuple[Node, Sample]:
+    async def _reply(
+        self, trajectory: Trajectory, rounds: Rounds, order: int, seed: int, turn: int
+    ) -> tuple[Node, StopReason]:
+        """Sample one reply, a stride at a time, and add it."""
         header = self.renderer.reply_header()
         context = [*trajectory.tokens(), *header]
         room = self.contract.budget.tokens - len(context)
-        if room < 1:
-            empty = Sample(ids=[], log_probs=[], versions=[], stop=StopReason.CONTEXT_FULL)
-            return append_reply(trajectory, Message(role="assistant"), header, empty), empty
-        params = msgspec.structs.replace(self.params, seed=seed, max_tokens=min(self.params.max_tokens, room))
-        started = time.monotonic()
-        sample = await self.engine.sample(context, params, trajectory.id)
-        if sample.stop is StopReason.LENGTH and room < self.params.max_tokens:
-            sample = msgspec.structs.replace(sample, stop=StopReason.CONTEXT_FULL)
+        limit = min(self.params.max_tokens, room)
+        sample = Sample(ids=[], log_probs=[], versions=[], stop=StopReason.LENGTH)
+        seconds = 0.0
+        while len(sample.ids) < limit:
+            await rounds.wait(order)
+            at = len(sample.ids)
+            # From the job alone: two checkpoints at one task and seed are a pair, whatever their rollouts are called.
+            params = msgspec.structs.replace(
+                self.params,
+                seed=rollout_seed(seed, turn, trajectory.task_id or "", at),
+                max_tokens=min(limit - at, self.engine.stride or limit),
+            )
+            started = time.monotonic()
+            part = await self.engine.sample([*context, *sample.ids], params, trajectory.id)
+            seconds += time.monotonic() - started
+            sample = Sample(
+                ids=[*sample.ids, *part.ids],
+                log_probs=[*sample.log_probs, *part.log_probs],
+                versions=[*sample.versions, *part.versions],
+                stop=part.stop,
+            )
+            if part.stop is not StopReason.LENGTH or self.engine.stride is None:
+                break
         node = append_reply(trajectory, self.renderer.parse(sample.ids), header, sample)
-        node.seconds = time.monotonic() - started
-        return node, sample
+        node.seconds = seconds
+        stop = sample.stop
+        if stop is StopReason.LENGTH and room < self.params.max_tokens:
+            stop = node.stop = StopReason.CONTEXT_FULL
+        return node, stop
 
     async def _call(self, trajectory: Trajectory, session: Session, call: ToolCall) -> End | None:
         """Run one call and add its result; returns how the episode ended, if it did."""

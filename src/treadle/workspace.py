@@ -68,10 +68,11 @@ class Workspace:
 
     # ------------------------------------------------------------ models
 
-    def learner(self, checkpoint: Checkpoint) -> Learner:
+    def learner(self, checkpoint: Checkpoint, trained_layers: int = 0) -> Learner:
         from treadle.learner import Learner
 
-        return Learner(Path(checkpoint.path), threads=self.config.model.threads)
+        path, threads = Path(checkpoint.path), self.config.model.threads
+        return Learner(path, trained_layers=trained_layers, threads=threads)
 
     async def engine(self, checkpoint: Checkpoint) -> SlotEngine:
         """The sampling engine with this checkpoint's weights. Each call may replace what an earlier one returned."""

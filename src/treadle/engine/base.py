@@ -25,6 +25,7 @@ class Engine(Protocol):
     """`sample` is safe to call from many tasks at once; requests are batched inside."""
 
     context: int  # most tokens a session can hold
+    stride: int | None  # tokens of a reply after which sessions that run together wait for each other; None: all
 
     @property
     def version(self) -> int:

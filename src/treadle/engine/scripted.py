@@ -22,6 +22,8 @@ Script = Callable[[str], Reply | Awaitable[Reply]]
 class ScriptedEngine:
     """An Engine whose replies come from Python. `script(session)` is called once for each session's own Script."""
 
+    stride: int | None = None
+
     def __init__(
         self, renderer: Renderer, script: Callable[[str], Script], version: int = 0, context: int = 8192
     ) -> None:
@@ -65,9 +67,14 @@ class FixedEngine:
     """
 
     def __init__(
-        self, replies: Mapping[str, Sequence[Sequence[int] | Sample]], version: int = 0, context: int = 8192
+        self,
+        replies: Mapping[str, Sequence[Sequence[int] | Sample]],
+        version: int = 0,
+        context: int = 8192,
+        stride: int | None = None,
     ) -> None:
         self.context = context
+        self.stride = stride
         self.seen: dict[str, list[list[int]]] = {}  # contexts, by session, in the order asked
         self._replies = replies
         self._version = version

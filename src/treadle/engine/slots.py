@@ -12,7 +12,6 @@ import math
 import random
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +28,7 @@ from treadle.errors import EngineError, UserError, unknown
 from treadle.types import SamplingParams, StopReason
 
 PREFILL_TOKENS = 1024  # most context tokens computed a step, so that decoding requests are not held up for long
+STRIDE = 16  # short beside an episode, long beside what a round costs
 MIN_SHARED = 16  # shorter shared prefixes are cheaper to compute again than to wait for
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -86,7 +86,10 @@ class SlotEngine:
     ) -> None:
         if slots < 1 or context < 2:
             raise UserError(f"slots {slots} and context {context} must be at least 1 and 2")
+        if threads:
+            torch.set_num_threads(threads)
         self.context = context
+        self.stride: int | None = STRIDE
         self.stats = SlotStats()
         self._version = version
         self._decoder = LlamaDecoder(config, slots, context, _dtype(dtype, device), device)
@@ -99,13 +102,10 @@ class SlotEngine:
         self._sessions: dict[str, int] = {}
         self._queue: list[_Request] = []
         self._active: list[_Request] = []
-        # The event loop's side; all else belongs to the worker thread.
         self._inbox: list[_Request] = []
         self._open: set[_Request] = set()
         self._driver: asyncio.Task[None] | None = None
         self._closed = False
-        setup = (lambda: torch.set_num_threads(threads)) if threads else None
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="slot-engine", initializer=setup)
 
     @classmethod
     def from_model(cls, model: Any, **options: Any) -> Self:
@@ -130,7 +130,7 @@ class SlotEngine:
     def version(self) -> int:
         return self._version
 
-    # ------------------------------------------------------------ the event loop's side
+    # ------------------------------------------------------------ requests
 
     async def sample(self, ids: Sequence[int], params: SamplingParams, session: str) -> Sample:
         """Continue `ids`. One request of a session runs at a time. A prompt that fills the context gives no ids."""
@@ -157,8 +157,7 @@ class SlotEngine:
 
     async def release(self, session: str) -> None:
         """Free the session's slot; what it holds stays of use to later prompts that begin alike."""
-        if not self._closed:
-            self._worker.submit(self._sessions.pop, session, None)
+        self._sessions.pop(session, None)
 
     async def load_weights(self, state: Mapping[str, Any], version: int) -> None:
         """Replace the weights after the step now running. Requests in flight go on with the new ones: their whole
@@ -166,21 +165,24 @@ class SlotEngine:
         """
         if self._closed:
             raise EngineError("the engine is closed")
-        await asyncio.get_running_loop().run_in_executor(self._worker, self._load, state, version)
+        self._load(state, version)
 
     async def close(self) -> None:
         """End what is running: its callers get what was sampled so far, with stop CANCELLED."""
         self._closed = True
         if self._driver and not self._driver.done():
             await self._driver
-        self._worker.shutdown(wait=True)
 
     async def _drive(self) -> None:
-        """Step while there is work. Requests of one tick of the event loop are admitted together, in order."""
+        """Step while there is work. Requests of one tick of the event loop are admitted together, in order.
+
+        Steps run in the event loop's own thread. A second thread that uses torch has a second pool of OpenMP threads,
+        and libgomp lets both pools sleep at every barrier once they hold more threads than there are processors: a
+        decode step of 64 sessions then took 1.6 times as long.
+        """
         while self._open:
             arrived, self._inbox = self._inbox, []
-            step = asyncio.get_running_loop().run_in_executor(self._worker, self._step, arrived)
-            for request, sample in await step:
+            for request, sample in self._step(arrived):
                 if not request.future.done():
                     request.future.set_result(sample)
             await asyncio.sleep(0)  # callers just answered may ask for their next turn at once
@@ -195,9 +197,9 @@ class SlotEngine:
             if not request.future.done():
                 request.future.set_exception(EngineError(f"sampling stopped: {error!r}"))
         if error is not None:
-            self._worker.submit(self._forget)
+            self._forget()
 
-    # ------------------------------------------------------------ the worker thread's side
+    # ------------------------------------------------------------ one step
 
     def _step(self, arrived: list[_Request]) -> list[tuple[_Request, Sample]]:
         started = time.perf_counter()

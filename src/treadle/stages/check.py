@@ -29,7 +29,6 @@ async def check(ws: Workspace) -> dict[str, Any]:
     size = _size(ws)
     with ws.progress("check: making tasks", size.total) as advance:
         pool = await build_pool(ws.environment.bench, cache_folder() / "repair-pool.jsonl", size, advance=advance)
-        advance(size.total)  # to the end, also when the pool was there already or fewer could be made
     held_out = _share(ws, [task for task in pool.tasks if task.split is Split.HELD_OUT], settings.held_out)
     train = _share(ws, [task for task in pool.tasks if task.split is Split.TRAIN], settings.train)
     ws.store.add_tasks([*held_out, *train])

@@ -37,7 +37,7 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     if (made := ws.made("rl", parent, data)) is not None:
         shutil.rmtree(partial, ignore_errors=True)
         return made
-    learner = ws.learner(parent)
+    learner = ws.learner(parent, settings.trained_layers)
     if saved(partial):
         learner.load(partial)
     curriculum = Curriculum(tasks)

@@ -46,7 +46,7 @@ async def shape(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
         )
     failed = sum(t.outcome.reward == 0 for group in groups for t in group)
     facts = {"groups": len(groups), "solved": len(solved), "pairs": len(pairs), "failed_unpaired": failed - len(pairs)}
-    learner = ws.learner(parent)
+    learner = ws.learner(parent, settings.trained_layers)
     plan = list(_plan(ws, pairs, solved))
     for preferred, _, _ in plan:  # the reference is the policy before its first update
         for each, logp_N in zip(preferred, learner.log_probs(preferred), strict=True):

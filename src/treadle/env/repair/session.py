@@ -227,7 +227,7 @@ class RepairSession:
         tests = list(self.scene.tests) if not test else self._tests_called(test)
         if not tests:
             return ToolResult(f"no test {test}" if test else "no test is named: say which", promised.NO_TEST)
-        return ToolResult(self.told(await self.verdicts(tests)))
+        return ToolResult(told(self.source, self.scene, await self.verdicts(tests)))
 
     async def verdicts(self, tests: list[str]) -> dict[str, Verdict]:
         return await self.bench.verdicts(self.scene.package, {**self.start_files, **self.edited}, tests)
@@ -236,28 +236,6 @@ class RepairSession:
         ids = [*self.scene.tests, *all_tests(self.source)]
         exact = [id_ for id_ in ids if id_ == name or id_.split("::", 1)[1] == name]
         return (exact or [id_ for id_ in ids if id_.endswith(f"::{name}")])[:1]
-
-    def told(self, verdicts: Mapping[str, Verdict]) -> str:
-        """Short: the innermost frame inside the package and Python's message, or the assertion and its values."""
-        wrong = {test: verdict for test, verdict in verdicts.items() if not verdict.passed}
-        if not wrong:
-            return f"{len(verdicts)} passed"
-        parts = [self._told(test, verdict) for test, verdict in wrong.items()]
-        right = [f"{test.split('::')[-1]} passed" for test in verdicts if test not in wrong]
-        return "\n".join(dict.fromkeys([*right, *parts]))[:SHOWN]
-
-    def _told(self, test: str, verdict: Verdict) -> str:
-        name, why = test.split("::")[-1], verdict.why
-        if why is None:
-            return f"{name}: {verdict.status}"
-        error, code = why.error.removeprefix("AssertionError: ")[:120], (why.code or "").strip()[:SHOWN_LINE]
-        short = self.source.short.get(why.file, why.file)
-        if why.file in self.source.modules:
-            inside = f", in {why.function}" if why.function else ""
-            return f"File {short}, line {why.line}{inside}\n    {code}\n{error}"
-        start, end = self.scene.lines
-        place = f"{self.scene.function} is in {self.source.short[self.scene.path]}, lines {start}-{end}"
-        return f"{name}: {code}\n{error}\n{place}" if code else f"{name}: {error}"
 
     # ---------------------------------------------------------------- judging
 
@@ -284,6 +262,37 @@ def scene_of(task: Task) -> Scene:
         return msgspec.convert(task.public, Scene)
     except msgspec.ValidationError as error:
         raise DataError(f"task {task.id}: not a repair task ({error}); make it again with `make_tasks`") from error
+
+
+def told(source: PackageSource, scene: Scene, verdicts: Mapping[str, Verdict]) -> str:
+    """Short: the innermost frame inside the package and Python's message, or the assertion and its values."""
+    wrong = {test: verdict for test, verdict in verdicts.items() if not verdict.passed}
+    if not wrong:
+        return f"{len(verdicts)} passed"
+    parts = [_told(source, scene, test, verdict) for test, verdict in wrong.items()]
+    right = [f"{test.split('::')[-1]} passed" for test in verdicts if test not in wrong]
+    return "\n".join(dict.fromkeys([*right, *parts]))[:SHOWN]
+
+
+def _told(source: PackageSource, scene: Scene, test: str, verdict: Verdict) -> str:
+    name, why = test.split("::")[-1], verdict.why
+    if why is None:
+        return f"{name}: {verdict.status}"
+    error, code = why.error.removeprefix("AssertionError: ")[:120], (why.code or "").strip()[:SHOWN_LINE]
+    short = source.short.get(why.file, why.file)
+    if why.file in source.modules:
+        inside = f", in {why.function}" if why.function else ""
+        return f"File {short}, line {why.line}{inside}\n    {code}\n{error}"
+    start, end = scene.lines
+    place = f"{scene.function} is in {source.short[scene.path]}, lines {start}-{end}"
+    return f"{name}: {code}\n{error}\n{place}" if code else f"{name}: {error}"
+
+
+def request(source: PackageSource, scene: Scene, verdicts: Mapping[str, Verdict]) -> str:
+    """What the user asks for: the named tests, and what they say now."""
+    tests = " and ".join(test.split("::")[-1] for test in scene.tests)
+    said = told(source, scene, {test: verdicts[test] for test in scene.tests})
+    return f"Make test{'s' * (len(scene.tests) > 1)} {tests} pass. Fix {source.short[scene.path]}.\n{said}"
 
 
 def starting_files(source: PackageSource, scene: Scene) -> dict[str, str]:

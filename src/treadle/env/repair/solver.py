@@ -41,12 +41,11 @@ class Solver:
 
     def _solve(self, wrong_turn: float) -> None:
         private, rng = self.task.private, self.rng
-        self._call("run_tests")
-        if self._level() == "L3" or rng.random() < LOOK_FIRST:
-            self._look()
         line, old, new = private["line"], private["old"], private["new"]
-        if rng.random() < wrong_turn:
+        if rng.random() < wrong_turn:  # of six turns a look and a way back would leave too few
             old, new = self._wrong_turn(line, old, new)
+        elif self._level() == "L3" or rng.random() < LOOK_FIRST:
+            self._look()
         self._replace(line, old, new)
         self._call("run_tests")
         self._call("submit")
@@ -110,7 +109,6 @@ class Solver:
         tests = [test.split("::")[-1] for test in self.task.public.get("tests", [])]
         function = self.task.public["function"]
         if self.task.kind is TaskKind.UNSOLVABLE:
-            self._call("run_tests")
             if self.rng.random() < LOOK_FIRST:
                 self._call("search", text=f"def {tests[0]}")
             self._call("give_up", reason=f"{tests[0]} and {tests[-1]} contradict each other")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -16,7 +16,7 @@ from treadle.env.repair.boundary import boundary_tasks
 from treadle.env.repair.contract import SYSTEM
 from treadle.env.repair.mutate import MAKERS, Change, functions, undoing
 from treadle.env.repair.packages import PackageSource
-from treadle.env.repair.session import RIGHT_ACT, RepairEnvironment, Scene
+from treadle.env.repair.session import RIGHT_ACT, RepairEnvironment, Scene, request, scene_of
 from treadle.env.repair.survey import Target, split_of, survey
 from treadle.types import Message, Record, Task, TaskKind, fingerprint, from_json, to_builtins, to_json
 
@@ -67,6 +67,7 @@ async def build_pool(
     kept = path.with_name(f"{path.stem}-{fingerprint([packages, to_builtins(size), seed, code])}.jsonl")
     if kept.exists():
         first, *rest = kept.read_text(encoding="utf-8").splitlines()
+        advance(len(rest))
         return Pool(tasks=tuple(from_json(line, Task) for line in rest), rejected=from_json(first, dict[str, int]))
     pool = await make_tasks(bench, size, seed, advance)
     draft = kept.with_suffix(".draft")
@@ -163,7 +164,9 @@ async def _try(bench: TestBench, candidates: Sequence[_Candidate], seed: int, re
     made = []
     for task, job, runs in zip(fitting, proofs, await bench.batch(package, proofs) if proofs else [], strict=True):
         if bench.proved(package, job, runs):
-            made.append(task)
+            asked = request(source, scene_of(task), {test: runs[0].verdict(test) for test in job.tests})
+            messages = (Message(role="system", content=SYSTEM), Message(role="user", content=asked))
+            made.append(msgspec.structs.replace(task, messages=messages))
         else:
             rejected["the broken package fails differently each time"] += 1
     return made
@@ -180,6 +183,7 @@ def _fits(candidate: _Candidate, verdict: Verdict) -> bool:
 
 
 def _task(bench: TestBench, candidate: _Candidate, failing: Sequence[str], seed: int) -> Task:
+    """Its messages come with the proof, which says how the tests fail."""
     target, change, source = candidate.target, candidate.change, bench.sources[candidate.target.package]
     name = f"{target.key} {candidate.level} {change.line} {candidate.line}"
     rng = random.Random(f"{seed} {name}")
@@ -200,7 +204,7 @@ def _task(bench: TestBench, candidate: _Candidate, failing: Sequence[str], seed:
         id=f"repair-{package.name}-{candidate.level}-{fingerprint(name)}",
         environment="repair",
         kind=TaskKind.SOLVABLE,
-        messages=(Message(role="system", content=SYSTEM), Message(role="user", content=_request(source.short, scene))),
+        messages=(),
         public=scene.public(),
         private={
             "path": source.short[target.path],
@@ -221,11 +225,6 @@ def _task(bench: TestBench, candidate: _Candidate, failing: Sequence[str], seed:
         lineage=(target.key,),
         split=split_of(target, package.held_out),
     )
-
-
-def _request(short: Mapping[str, str], scene: Scene) -> str:
-    tests = " and ".join(test.split("::")[-1] for test in scene.tests)
-    return f"Test{'s' * (len(scene.tests) > 1)} {tests} fail{'s' * (len(scene.tests) == 1)}. Fix {short[scene.path]}."
 
 
 # ---------------------------------------------------------------- admission
