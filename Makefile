@@ -1,4 +1,4 @@
-# make setup · test · lint · demo · reproduce [SEED=0] · bench · clean
+# make setup · test · lint · demo · reproduce [SEED=0] · results · bench · clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 TREADLE := $(BIN)/treadle
 SEED ?= 0
 
-.PHONY: help setup sandbox test lint demo reproduce bench clean
+.PHONY: help setup sandbox test lint demo reproduce results bench clean
 
 help:  ## say what there is to make
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -53,6 +53,9 @@ define turn
 	@mkdir -p $(2); [ -f $(2)/treadle.toml ] || cp examples/$(1).toml $(2)/treadle.toml
 	$(TREADLE) turn --workspace $(2) $(3)
 endef
+
+results: setup  ## the seeds of reproduce side by side, in docs/results
+	$(TREADLE) compare runs/reproduce-*/runs/turn-1 --out docs/results
 
 bench: setup  ## speeds, measured side by side
 	for script in bench/bench_*.py; do $(BIN)/python $$script; done

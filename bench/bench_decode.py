@@ -2,6 +2,7 @@
 
     python bench/bench_decode.py --sizes 1,8,32 --json decode.json
 
+A student that keeps `--student` decoder layers decodes beside them; `student_cost` is its time over the whole model's.
 Each size prefills once, then decodes `--repeats` times from the same keys, the two sides taking turns, so that a busy
 or drifting machine hits both. The ratio of the medians is the fact to take home.
 """
@@ -14,6 +15,7 @@ import copy
 import json
 import math
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from treadle.engine.base import Sample
 from treadle.engine.slots import SlotEngine
+from treadle.learner import prune_layers
 from treadle.models import smollm2
+from treadle.stages.distill import kept_layers
 from treadle.types import SamplingParams
 
 Prompts = list[list[int]]
@@ -67,19 +71,23 @@ def k3(model: Any, prompts: Prompts, samples: list[Sample]) -> float:
     return statistics.fmean(math.expm1(gap) - gap for gap in gaps)
 
 
-async def measure(engine: SlotEngine, model: Any, size: int, options: argparse.Namespace) -> dict[str, float]:
+async def measure(
+    engine: SlotEngine, student: SlotEngine, model: Any, size: int, options: argparse.Namespace
+) -> dict[str, float]:
     length, new = options.length, options.new
     generator = torch.Generator().manual_seed(size)
     prompts: Prompts = torch.randint(10, model.config.vocab_size, (size, length), generator=generator).tolist()
     prompts = [[*prompts[0][: options.shared], *ids[options.shared :]] for ids in prompts]
     our_prefill, _ = await ours(engine, prompts, 1)
     their_prefill, cache = theirs_prefill(model, prompts)
-    our_times, their_times = [], []
+    await ours(student, prompts, 1)
+    our_times, their_times, student_times = [], [], []
     samples: list[Sample] = []
     for _ in range(options.repeats):
         seconds, samples = await ours(engine, prompts, new)
         our_times.append(seconds)
         their_times.append(theirs_decode(model, prompts, cache, new))
+        student_times.append((await ours(student, prompts, new))[0])
     our_median, their_median = statistics.median(our_times), statistics.median(their_times)
     return {
         "sessions": size,
@@ -88,6 +96,7 @@ async def measure(engine: SlotEngine, model: Any, size: int, options: argparse.N
         "slots_decode": size * new / our_median,
         "hf_decode": size * new / their_median,
         "decode_ratio": their_median / our_median,
+        "student_cost": statistics.median(student_times) / our_median,
         "k3": k3(model, prompts[:4], samples[:4]),
     }
 
@@ -102,17 +111,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--student", type=int, default=10, help="decoder layers of the student")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     folder, sizes = options.model or smollm2(), [int(size) for size in options.sizes.split(",")]
     model = LlamaForCausalLM.from_pretrained(folder, dtype=options.dtype).eval()
     context = options.length + options.new + 1
-    engine = SlotEngine.from_model(
-        model, slots=max(sizes), context=context, dtype=options.dtype, threads=options.threads
-    )
-    rows = [asyncio.run(measure(engine, model, size, options)) for size in sizes]
-    asyncio.run(engine.close())
+    room = {"slots": max(sizes), "context": context, "dtype": options.dtype, "threads": options.threads}
+    engine = SlotEngine.from_model(model, **room)
+    with tempfile.TemporaryDirectory() as scratch:
+        kept = kept_layers(model.config.num_hidden_layers, options.student)
+        student = SlotEngine.from_folder(prune_layers(folder, kept, Path(scratch) / "student"), **room)
+    rows = [asyncio.run(measure(engine, student, model, size, options)) for size in sizes]
     context_note = f"{options.length} tokens of context, {options.shared} of them shared"
     table = Table(title=f"tokens/s, {options.dtype}, {options.threads} threads, {context_note}")
     for name in rows[0]:

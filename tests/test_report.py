@@ -16,7 +16,7 @@ from rich.console import Console
 from treadle.config import Config, load
 from treadle.errors import DataError
 from treadle.metrics import Summary, rate
-from treadle.report import Run, StageRow, curves, read_metrics, stage_table
+from treadle.report import Run, StageRow, curves, gather, read_metrics, stage_table
 from treadle.types import to_builtins
 
 
@@ -143,7 +143,7 @@ def fill(run: Run) -> None:
 def test_figure_is_drawn_from_the_lines_alone(run: Run, tmp_path: Path) -> None:
     fill(run)
     out = tmp_path / "curves.png"
-    curves(run.metrics, out)
+    curves([run.metrics], out)
     pixels = np.asarray(Image.open(out).convert("RGB"))
     height, width, _ = pixels.shape
     assert width > 1000 and height > 700
@@ -158,14 +158,35 @@ def test_figure_of_half_a_turn(run: Run, tmp_path: Path, stage: str) -> None:
         run.row("base", summary(0, repeats=(0, 0)))
     else:
         run.log("rl", step=0, reward=0.5)
-    curves(run.metrics, tmp_path / "curves.png")
+    curves([run.metrics], tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_runs_of_one_plan_stand_side_by_side(run: Run, tmp_path: Path) -> None:
+    other = Run(tmp_path / "other", Config(seed=1))
+    for each in (run, other):
+        fill(each)
+        each.log("stage", name="eval", seconds=2.0)
+        each.log("stage", name="eval", seconds=3.0)
+        each.log("stage", name="release", seconds=1.0, candidate="c", incumbent="i", released=False, criteria=[])
+    first, second = gather([run.metrics, other.metrics])
+    assert (first["config"]["seed"], second["config"]["seed"]) == (0, 1)
+    assert [row["stage"] for row in first["stages"]] == ["base", "sft", "rl", "distill"]
+    assert [step["step"] for step in second["rl"]] == list(range(8))
+    assert first["releases"] == [
+        {"seconds": 1.0, "candidate": "c", "incumbent": "i", "released": False, "criteria": []}
+    ]
+    assert first["seconds"] == {"eval": 5.0, "release": 1.0}
+    for name, runs in (("one", [run]), ("two", [run, other])):
+        curves([each.metrics for each in runs], tmp_path / f"{name}.png")
+    one, two = (np.asarray(Image.open(tmp_path / f"{name}.png").convert("RGB")) for name in ("one", "two"))
+    assert one.shape == two.shape and (one != two).any()
 
 
 def test_nothing_measured_is_nothing_to_draw(run: Run, tmp_path: Path) -> None:
     run.log("sft", loss=1.0)
     with pytest.raises(DataError, match="nothing to draw"):
-        curves(run.metrics, tmp_path / "curves.png")
+        curves([run.metrics], tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
 
 

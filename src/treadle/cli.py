@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import msgspec
 import typer
 
 from treadle import __version__, config
@@ -19,6 +20,7 @@ from treadle.types import Checkpoint, to_builtins, to_json
 
 if TYPE_CHECKING:
     from treadle.report import Run
+    from treadle.store import Store
     from treadle.workspace import Workspace
 
 app = typer.Typer(
@@ -74,6 +76,18 @@ def _run(folder: Path, overrides: list[str] | None, work: Callable[[Workspace], 
             await ws.close()
 
     return asyncio.run(whole())
+
+
+def _read(folder: Path, overrides: list[str] | None, work: Callable[[Store], T]) -> T:
+    """Open the store alone: no model, no sandbox."""
+    config.load(folder / "treadle.toml", overrides or ())  # a folder without settings is no workspace
+    from treadle.store import Store
+
+    store = Store(folder / "treadle.db")
+    try:
+        return work(store)
+    finally:
+        store.close()
 
 
 @app.command()
@@ -135,24 +149,18 @@ def ingest(
 ) -> None:
     """Read raw logs into the store: calls paired with results, secrets scrubbed, broken records set aside."""
 
-    async def work(ws: Workspace) -> None:
-        from treadle.pool.ingest import ingest
+    from treadle.pool.ingest import ingest
 
-        _tell(dict(to_builtins(ingest(paths, ws.store))))
-
-    _run(folder, overrides, work)
+    _tell(dict(to_builtins(_read(folder, overrides, lambda store: ingest(paths, store)))))
 
 
 @app.command()
 def curate(folder: Folder = HERE, overrides: Override = None) -> None:
     """Give every record a disposition and a reason: train, evaluate, hold out, boundary, quarantine, drop."""
 
-    async def work(ws: Workspace) -> None:
-        from treadle.pool.curate import curate
+    from treadle.pool.curate import curate
 
-        _tell(dict(to_builtins(curate(ws.store))))
-
-    _run(folder, overrides, work)
+    _tell(dict(to_builtins(_read(folder, overrides, curate))))
 
 
 # ---------------------------------------------------------------- training
@@ -266,13 +274,15 @@ def show(
 
     from treadle.show import print_trajectory
 
-    async def work(ws: Workspace) -> None:
-        found = ws.store.trajectory(trajectory)
-        if found is None:
-            raise UserError(f"no trajectory {trajectory!r}: `treadle status --policy CHECKPOINT` lists a checkpoint's")
-        print_trajectory(Console(), found, ws.renderer if tokens else None)
+    found = _read(folder, None, lambda store: store.trajectory(trajectory))
+    if found is None:
+        raise UserError(f"no trajectory {trajectory!r}: `treadle status --policy CHECKPOINT` lists a checkpoint's")
+    renderer = None
+    if tokens:
+        from treadle.workspace import base_checkpoint, renderer_of
 
-    _run(folder, None, work)
+        renderer = renderer_of(base_checkpoint(config.load(folder / "treadle.toml").model.base))
+    print_trajectory(Console(), found, renderer)
 
 
 @app.command()
@@ -282,15 +292,32 @@ def status(
 ) -> None:
     """List the workspace's checkpoints, or one checkpoint's trajectories."""
 
-    async def work(ws: Workspace) -> None:
+    def tell(store: Store) -> None:
         if policy is not None:
-            for t in ws.store.trajectories(policy=policy):
+            for t in store.trajectories(policy=policy):
                 print(f"{t.id}  {t.outcome.end}  reward {t.outcome.reward}  {t.sampled_tokens()} tokens")
             return
-        for checkpoint in [ws.base, *ws.store.checkpoints()]:
-            print(f"{checkpoint.id}  from {checkpoint.parent or 'nothing'}  {checkpoint.updates} updates")
+        print("base")
+        for checkpoint in store.checkpoints():
+            print(f"{checkpoint.id}  from {checkpoint.parent}  {checkpoint.updates} updates")
 
-    _run(folder, None, work)
+    _read(folder, None, tell)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders: WORKSPACE/runs/turn-1, one or more.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for results.json and results.png.")] = HERE,
+) -> None:
+    """Put runs side by side, such as one plan with several seeds: what each measured as JSON, and a figure."""
+    from treadle.report import curves, gather
+
+    metrics = [run / "metrics.jsonl" for run in runs]
+    gathered = gather(metrics)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.json").write_bytes(msgspec.json.format(to_json(gathered)) + b"\n")
+    curves(metrics, out / "results.png")
+    print(f"wrote {out / 'results.json'} and {out / 'results.png'}")
 
 
 @app.command()

@@ -15,6 +15,7 @@ from treadle import __version__
 from treadle.config import Config, dump
 from treadle.errors import DataError
 from treadle.metrics import Rate, Summary
+from treadle.types import to_builtins
 from treadle.workspace import revision
 
 if TYPE_CHECKING:
@@ -133,77 +134,135 @@ def _duration(seconds: float | None) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"
 
 
+# ---------------------------------------------------------------- several runs of one plan
+
+
+def gather(metrics_paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """What each run measured, as plain values: what ran, its table, its RL steps, its verdicts, seconds a stage."""
+    gathered = []
+    for path in metrics_paths:
+        metrics = read_metrics(path)
+        opened = next(entry for entry in metrics if entry["stage"] == "open")
+        stages = [entry for entry in metrics if entry["stage"] == "stage"]
+        seconds: dict[str, float] = {}
+        for entry in stages:
+            seconds[entry["name"]] = seconds.get(entry["name"], 0.0) + entry["seconds"]
+        gathered.append(
+            {
+                "version": opened["version"],
+                "revision": opened["revision"],
+                "config": opened["config"],
+                "stages": to_builtins(rows(metrics)),
+                "rl": _rl_steps(metrics),
+                "releases": [_without(entry, "stage", "time", "name") for entry in stages if "released" in entry],
+                "seconds": seconds,
+            }
+        )
+    return gathered
+
+
+def _without(entry: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name not in names}
+
+
+def _rl_steps(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    steps = {entry["step"]: entry for entry in metrics if entry.get("stage") == "rl" and "step" in entry}
+    return [_without(steps[step], "stage", "time") for step in sorted(steps)]
+
+
 # ---------------------------------------------------------------- the figure
 
 
-def curves(metrics_path: Path, out_png: Path) -> None:
-    """Write a PNG: held-out success and faults per stage, and what RL did step by step.
+def curves(metrics_paths: Sequence[Path], out_png: Path) -> None:
+    """Write a PNG: held-out success and faults per stage, and what RL did step by step; of several runs, side by side.
 
     Raises DataError when nothing has been measured yet.
     """
     from matplotlib.figure import Figure
 
-    metrics = read_metrics(metrics_path)
-    evaluated = rows(metrics)
-    steps = {entry["step"]: entry for entry in metrics if entry.get("stage") == "rl" and "step" in entry}
-    ordered = [steps[step] for step in sorted(steps)]
-    if not evaluated and not ordered:
-        raise DataError(f"{metrics_path} holds no evaluation and no RL step yet: nothing to draw")
-    tall = bool(evaluated) + bool(ordered)
+    measured = [read_metrics(path) for path in metrics_paths]
+    tables = [table for metrics in measured if (table := rows(metrics))]
+    trained = [steps for metrics in measured if (steps := _rl_steps(metrics))]
+    if not tables and not trained:
+        names = ", ".join(map(str, metrics_paths))
+        raise DataError(f"{names}: no evaluation and no RL step yet, so there is nothing to draw")
+    tall = bool(tables) + bool(trained)
     figure = Figure(figsize=(10, 3.6 * tall), dpi=130, layout="constrained")
     axes = figure.subplots(tall, 2, squeeze=False)
-    if evaluated:
-        _success(axes[0][0], evaluated)
-        _conduct(axes[0][1], evaluated)
-    if ordered:
-        _line(axes[-1][0], ordered, {"reward": ("mean reward of the batch", GREEN)}, "RL: reward", share=False)
+    if tables:
+        _success(axes[0][0], tables)
+        _conduct(axes[0][1], tables)
+    if trained:
+        _line(axes[-1][0], trained, {"reward": ("mean reward of the batch", GREEN)}, "RL: reward", share=False)
         faults = {"invalid_calls": ("invalid calls", ORANGE), "repeats": ("repeats after a failure", PINK)}
-        _line(axes[-1][1], ordered, faults, "RL: faults in the batch", share=True)
+        _line(axes[-1][1], trained, faults, "RL: faults in the batch", share=True)
     figure.savefig(out_png)
 
 
-def _success(axes: Axes, evaluated: Sequence[StageRow]) -> None:
-    for at, row in enumerate(evaluated):
-        rate = row.summary.success
-        if rate.value is None or rate.low is None or rate.high is None:
-            continue
-        axes.bar(at, 100 * rate.value, width=0.6, color=GREEN, alpha=0.85)
-        axes.vlines(at, 100 * rate.low, 100 * rate.high, color="black", linewidth=1.4)
-        axes.annotate(f"{100 * rate.value:.0f}", (at, 100 * rate.high), (0, 3), textcoords="offset points", ha="center")
+def _labels(tables: Sequence[Sequence[StageRow]]) -> dict[str, int]:
+    """Where each stage stands on the axis: the stages of every run, in the order they first appear."""
+    names = dict.fromkeys(row.stage for table in tables for row in table)
+    return {name: at for at, name in enumerate(names)}
+
+
+def _success(axes: Axes, tables: Sequence[Sequence[StageRow]]) -> None:
+    """A bar a run and stage, with its interval; numbers where there is room for them."""
+    places, width = _labels(tables), 0.7 / len(tables)
+    for run, table in enumerate(tables):
+        for row in table:
+            rate, at = row.summary.success, places[row.stage] + (run - (len(tables) - 1) / 2) * width
+            if rate.value is None or rate.low is None or rate.high is None:
+                continue
+            axes.bar(at, 100 * rate.value, width=0.9 * width, color=GREEN, alpha=0.85)
+            axes.vlines(at, 100 * rate.low, 100 * rate.high, color="black", linewidth=1.4)
+            told, above = f"{100 * rate.value:.0f}", (at, 100 * rate.high)
+            axes.annotate(told, above, (0, 3), textcoords="offset points", ha="center", fontsize=8)
     _frame(axes, "Held-out success, 95 % intervals", "% of tasks")
-    axes.set_xticks(range(len(evaluated)), [row.stage for row in evaluated])
+    axes.set_xticks(list(places.values()), list(places))
     axes.set_ylim(0, 108)
 
 
-def _conduct(axes: Axes, evaluated: Sequence[StageRow]) -> None:
-    kinds = [
-        ("invalid calls", ORANGE, [row.summary.invalid_calls for row in evaluated]),
-        ("repeats after a failure", PINK, [row.summary.repeats for row in evaluated]),
-        ("recovery after a failed run", BLUE, [row.summary.recovery for row in evaluated]),
-    ]
-    for label, color, shares in kinds:
-        points = [(at, 100 * share.value) for at, share in enumerate(shares) if share.value is not None]
-        axes.plot([x for x, _ in points], [y for _, y in points], "o-", color=color, label=label, markersize=5)
+def _conduct(axes: Axes, tables: Sequence[Sequence[StageRow]]) -> None:
+    places = _labels(tables)
+    for run, table in enumerate(tables):
+        kinds = [
+            ("invalid calls", ORANGE, [row.summary.invalid_calls for row in table]),
+            ("repeats after a failure", PINK, [row.summary.repeats for row in table]),
+            ("recovery after a failed run", BLUE, [row.summary.recovery for row in table]),
+        ]
+        for label, color, shares in kinds:
+            told = zip(table, shares, strict=True)
+            points = [(places[row.stage], 100 * share.value) for row, share in told if share.value is not None]
+            axes.plot(*_unzipped(points), "o-", color=color, label=None if run else label, markersize=5)
     _frame(axes, "Conduct on held-out tasks", "%")
-    axes.set_xticks(range(len(evaluated)), [row.stage for row in evaluated])
-    axes.set_xlim(-0.5, len(evaluated) - 0.5)
+    axes.set_xticks(list(places.values()), list(places))
+    axes.set_xlim(-0.5, len(places) - 0.5)
     axes.set_ylim(-4, 108)
     axes.legend(frameon=False, fontsize=8)
 
 
 def _line(
-    axes: Axes, steps: Sequence[dict[str, Any]], drawn: dict[str, tuple[str, str]], title: str, share: bool
+    axes: Axes,
+    runs: Sequence[Sequence[dict[str, Any]]],
+    drawn: dict[str, tuple[str, str]],
+    title: str,
+    share: bool,
 ) -> None:
-    for key, (label, color) in drawn.items():
-        points = [(entry["step"] + 1, entry[key]) for entry in steps if entry.get(key) is not None]
-        scale = 100 if share else 1
-        axes.plot([x for x, _ in points], [scale * y for _, y in points], "o-", color=color, label=label, markersize=4)
+    scale = 100 if share else 1
+    for run, steps in enumerate(runs):
+        for key, (label, color) in drawn.items():
+            points = [(entry["step"] + 1, scale * entry[key]) for entry in steps if entry.get(key) is not None]
+            axes.plot(*_unzipped(points), "o-", color=color, label=None if run else label, markersize=4)
     _frame(axes, title, "%" if share else "")
     if share:
         axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
     axes.locator_params(axis="x", integer=True)
     axes.legend(frameon=False, fontsize=8)
+
+
+def _unzipped(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def _frame(axes: Axes, title: str, unit: str) -> None:

@@ -42,7 +42,7 @@ class Workspace:
         self.environment = environment
         self.contract = environment.contract()
         self.base = base_checkpoint(config.model.base)
-        self.renderer = ChatML(load_tokenizer(Path(self.base.path)))
+        self.renderer = renderer_of(self.base)
         self.fingerprint = self.contract.fingerprint(self.renderer.tool_block(self.contract.tools, self.contract.acts))
         self.store = Store(path / "treadle.db")
         self._engine: SlotEngine | None = None
@@ -244,6 +244,10 @@ def base_checkpoint(base: str) -> Checkpoint:
     else:
         folder = Path(base).expanduser().resolve()
     return Checkpoint(id=f"base-{fingerprint(str(folder))}", path=str(folder), parent=None, stage="base")
+
+
+def renderer_of(checkpoint: Checkpoint) -> ChatML:
+    return ChatML(load_tokenizer(Path(checkpoint.path)))
 
 
 def revision() -> str:

@@ -30,7 +30,11 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
     demonstrations = [tokenised(t, ws.renderer, ws.contract) for t in ws.store.training_trajectories("sft")]
     examples = [imitation(t) for t in [*runs, *demonstrations]]
     guide = ws.learner(teacher)
-    folder = prune_layers(teacher.path, kept_layers(guide, settings.layers), ws.path / "checkpoints" / "student-start")
+    folder = prune_layers(
+        teacher.path,
+        kept_layers(guide.model.config.num_hidden_layers, settings.layers),
+        ws.path / "checkpoints" / "student-start",
+    )
     student = Learner(folder, threads=ws.config.model.threads)
     with ws.progress("distill", len(examples) * settings.epochs) as advance:
         fit(
@@ -52,9 +56,8 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
     return ws.save(student, "distill", teacher, data)
 
 
-def kept_layers(teacher: Learner, count: int) -> list[int]:
-    """Evenly spaced layers, first and last among them."""
-    layers = int(teacher.model.config.num_hidden_layers)
+def kept_layers(layers: int, count: int) -> list[int]:
+    """`count` of a teacher's layers, evenly spaced, first and last among them."""
     if not 1 <= count <= layers:
         raise ConfigError(f"distill.layers is {count}: the teacher has {layers}, so choose 1 to {layers}")
     return sorted({round(x) for x in np.linspace(0, layers - 1, count)})

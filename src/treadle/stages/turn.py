@@ -126,7 +126,7 @@ class Turn:
         self.ws.console.print(table)
         with (self.run.path / "table.txt").open("w", encoding="utf-8") as file:
             Console(file=file, width=120).print(table)
-        curves(self.run.metrics, self.run.path / "curves.png")
+        curves([self.run.metrics], self.run.path / "curves.png")
         self.ws.console.print(f"released: {released.id}; figure, table and metrics in {self.run.path}")
         self.ws.store.finish("turn", str(self.number), {"released": released.id})
 
