@@ -27,9 +27,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from treadle.engine.base import Sample
 from treadle.engine.slots import SlotEngine
-from treadle.learner import prune_layers
+from treadle.learner import kept_layers, prune_layers
 from treadle.models import smollm2
-from treadle.stages.distill import kept_layers
 from treadle.types import SamplingParams
 
 Prompts = list[list[int]]

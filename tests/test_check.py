@@ -85,7 +85,7 @@ async def test_a_sound_task_is_admitted_after_three_runs_of_each_probe() -> None
         (task(verifier="lenient"), "nothing gets 1, not 0"),
         (task(verifier="silent"), "gold is left ungraded"),
         (task(answer="red"), "gold gets 0, not 1"),
-        (task(prompt="Which colour? (blue)"), "the prompt holds the answer 'blue'"),
+        (task(prompt="Which colour? (blue)"), "the prompt holds the answer"),
     ],
 )
 async def test_an_unsound_task_is_rejected_with_its_reason(unsound: Task, reason: str) -> None:

@@ -75,6 +75,22 @@ def test_no_sandbox_is_refused_with_the_remedy(folder: Path, tmp_path: Path) -> 
     (tools / "bwrap").chmod(0o755)
     refused(treadle("check", "-w", str(folder), path=f"{tools}:{os.environ['PATH']}"), "no sandbox", "bubblewrap")
     assert left(folder) == ["treadle.toml"]
+    for reading in (("status",), ("status", "--policy", "base"), ("curate",)):
+        assert treadle(*reading, "-w", str(folder), path=f"{tools}:{os.environ['PATH']}").returncode == 0
+
+
+def test_runs_that_cannot_be_compared_are_named(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    refused(treadle("compare", str(folder), "--out", str(out)), str(folder / "metrics.jsonl"))
+    refused(treadle("compare", str(folder / "treadle.toml"), "--out", str(out)), "treadle.toml")
+    lines = [b'{"stage":"open","version":"0","revision":"","config":{}}\n', b'{"stage":"check"}\n']
+    (folder / "metrics.jsonl").write_bytes(lines[1])
+    refused(treadle("compare", str(folder), "--out", str(out)), "what ran")
+    assert not out.exists()
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+    refused(treadle("compare", str(folder), "--out", str(folder / "treadle.toml")), "is a file")
+    refused(treadle("compare", str(folder), "--out", str(out)), "nothing to draw")
+    assert left(out) == []
 
 
 def test_help_teaches(tmp_path: Path) -> None:

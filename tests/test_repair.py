@@ -162,7 +162,7 @@ def broken(line: int = 7, text: str = "    for number in numbrs:", **private: An
         id="broken",
         environment="repair",
         kind=TaskKind.SOLVABLE,
-        messages=(Message(role="user", content="Test test_total fails. Fix core.py."),),
+        messages=(Message(role="user", content="Make test test_total pass. Fix core.py."),),
         public=scene,
         private={"path": "core.py", "hidden": ["tests/test_core.py::test_total_of_none"], **private},
     )
@@ -427,6 +427,24 @@ async def test_the_solver_solves_every_task_by_way_of_marked_mistakes(
                 lucky += not results[index].failure and passed
     assert wrong > len(pool.tasks) / 2
     assert lucky <= wrong / 10
+
+
+async def test_a_request_says_how_its_tests_fail_and_nothing_of_those_that_pass(
+    pool: Pool, environment: RepairEnvironment
+) -> None:
+    for task in pool.tasks:
+        if task.kind not in (TaskKind.SOLVABLE, TaskKind.UNSOLVABLE):
+            continue
+        asked, _, said = task.messages[-1].content.partition("\n")
+        assert asked.startswith("Make test") and " passed" not in said
+        shown = (await (await environment.start(task)).run_tests()).content
+        assert said in (shown, shown.partition(" passed\n")[2])
+
+
+async def test_the_solver_has_turns_enough(pool: Pool, environment: RepairEnvironment) -> None:
+    turns = environment.contract().budget.turns
+    for task in pool.tasks:
+        assert max(len(Solver(task, seed, wrong_turn=1.0).replies) for seed in range(30)) <= turns
 
 
 async def test_a_script_gives_the_solver_s_replies_and_submits_once_the_tests_pass(pool: Pool) -> None:

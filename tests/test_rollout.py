@@ -141,6 +141,25 @@ def test_a_reply_sampled_in_strides_is_one_reply() -> None:
     assert trajectory.outcome.end is End.LENGTH
 
 
+def test_strides_end_where_the_room_does() -> None:
+    begun = len(one(Counter(), "hello").tokens()) - len(ids("hello")) - 1
+    budget = Budget(turns=2, tokens=begun + 7, reply_tokens=20)
+    engine = FixedEngine({"j": [ids("one two one two")] * 7}, stride=3)
+    trajectory = play(Counter(budget), engine, [Job(id="j", task=task(), seed=1)])[0]
+    assert sum(trajectory.nodes[-1].mask) == 7
+    assert trajectory.nodes[-1].stop is StopReason.CONTEXT_FULL and trajectory.outcome.end is End.CONTEXT_FULL
+
+
+def test_time_is_the_session_s_own() -> None:
+    trajectory = play(
+        Counter(Budget(turns=6, tokens=400, reply_tokens=20, seconds=1e-9)),
+        FixedEngine({"j": [[*toy_renderer().encode(CALL), END]] * 6}),
+        [Job(id="j", task=task(), seed=1)],
+    )[0]
+    assert trajectory.outcome.end is End.TIME_LIMIT and trajectory.outcome.reward == 1.0
+    assert [node.message.role for node in trajectory.nodes].count("assistant") == 1
+
+
 def test_what_the_environment_says_first_is_in_the_prompt_untrained() -> None:
     """F10: the task's messages and the tools are seen, and never trained."""
     trajectory = one(Counter(), "done")

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from treadle.report import read_metrics
 from treadle.store import Store
@@ -38,10 +40,12 @@ rows = 4
 learning_rate = 3e-3
 [shape]
 tasks = 6
+trained_layers = 2
 [rl]
 steps = 6
 tasks = 4
-learning_rate = 5e-4
+minibatches = 2
+learning_rate = 3e-4
 [distill]
 layers = 2
 tasks = 16
@@ -108,6 +112,18 @@ def test_a_turn_leaves_a_report(turned: Path) -> None:
     stages = [row["name"] for row in metrics(turned) if row["stage"] == "stage" and row["name"] != "eval"]
     assert stages[:8] == ["check", "collect", "ingest", "curate", "sft", "shape", "rl", "distill"]
     assert stages[-1] == "serve"
+
+
+def test_a_setting_reaches_its_stage(turned: Path) -> None:
+    """`shape.trained_layers` = 2 of 4: the lower two are as SFT left them, the upper two are not."""
+    store = Store(turned / "treadle.db")
+    (before,), (after,) = (
+        [load_file(Path(c.path) / "model.safetensors") for c in store.checkpoints(stage)] for stage in ("sft", "shape")
+    )
+    store.close()
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert {name.split(".")[2] for name in changed if ".layers." in name} == {"2", "3"}
+    assert not any("embed" in name for name in changed)
 
 
 def test_rollouts_carry_what_training_needs(turned: Path) -> None:

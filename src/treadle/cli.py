@@ -78,9 +78,9 @@ def _run(folder: Path, overrides: list[str] | None, work: Callable[[Workspace], 
     return asyncio.run(whole())
 
 
-def _read(folder: Path, overrides: list[str] | None, work: Callable[[Store], T]) -> T:
+def _stored(folder: Path, work: Callable[[Store], T]) -> T:
     """Open the store alone: no model, no sandbox."""
-    config.load(folder / "treadle.toml", overrides or ())  # a folder without settings is no workspace
+    config.load(folder / "treadle.toml")  # a folder without settings is no workspace
     from treadle.store import Store
 
     store = Store(folder / "treadle.db")
@@ -145,22 +145,21 @@ def collect(folder: Folder = HERE, overrides: Override = None) -> None:
 def ingest(
     paths: Annotated[list[Path], typer.Argument(help="Files or folders of logs.")],
     folder: Folder = HERE,
-    overrides: Override = None,
 ) -> None:
     """Read raw logs into the store: calls paired with results, secrets scrubbed, broken records set aside."""
 
     from treadle.pool.ingest import ingest
 
-    _tell(dict(to_builtins(_read(folder, overrides, lambda store: ingest(paths, store)))))
+    _tell(dict(to_builtins(_stored(folder, lambda store: ingest(paths, store)))))
 
 
 @app.command()
-def curate(folder: Folder = HERE, overrides: Override = None) -> None:
+def curate(folder: Folder = HERE) -> None:
     """Give every record a disposition and a reason: train, evaluate, hold out, boundary, quarantine, drop."""
 
     from treadle.pool.curate import curate
 
-    _tell(dict(to_builtins(_read(folder, overrides, curate))))
+    _tell(dict(to_builtins(_stored(folder, curate))))
 
 
 # ---------------------------------------------------------------- training
@@ -274,7 +273,7 @@ def show(
 
     from treadle.show import print_trajectory
 
-    found = _read(folder, None, lambda store: store.trajectory(trajectory))
+    found = _stored(folder, lambda store: store.trajectory(trajectory))
     if found is None:
         raise UserError(f"no trajectory {trajectory!r}: `treadle status --policy CHECKPOINT` lists a checkpoint's")
     renderer = None
@@ -294,14 +293,14 @@ def status(
 
     def tell(store: Store) -> None:
         if policy is not None:
-            for t in store.trajectories(policy=policy):
+            for t in store.trajectories(policy=_base_id(folder) if policy == "base" else policy):
                 print(f"{t.id}  {t.outcome.end}  reward {t.outcome.reward}  {t.sampled_tokens()} tokens")
             return
         print("base")
         for checkpoint in store.checkpoints():
             print(f"{checkpoint.id}  from {checkpoint.parent}  {checkpoint.updates} updates")
 
-    _read(folder, None, tell)
+    _stored(folder, tell)
 
 
 @app.command()
@@ -314,9 +313,11 @@ def compare(
 
     metrics = [run / "metrics.jsonl" for run in runs]
     gathered = gather(metrics)
+    if out.is_file():
+        raise UserError(f"{out} is a file: give a folder for results.json and results.png")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "results.json").write_bytes(msgspec.json.format(to_json(gathered)) + b"\n")
     curves(metrics, out / "results.png")
+    (out / "results.json").write_bytes(msgspec.json.format(to_json(gathered)) + b"\n")
     print(f"wrote {out / 'results.json'} and {out / 'results.png'}")
 
 
@@ -347,6 +348,12 @@ def _train(
         return (await stage(ws, Run(folder / "runs" / name, ws.config))).id
 
     print(_run(folder, overrides, work))
+
+
+def _base_id(folder: Path) -> str:
+    from treadle.workspace import base_checkpoint
+
+    return base_checkpoint(config.load(folder / "treadle.toml").model.base).id
 
 
 def _tell(result: dict[str, Any]) -> None:

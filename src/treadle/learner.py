@@ -61,8 +61,7 @@ class Learner:
         self.model: PreTrainedModel = _open(Path(model)) if isinstance(model, str | Path) else model
         self.model.set_attn_implementation(attention.NAME)
         self.model.to(device).float().eval()  # eval: no dropout, so a log-prob depends on weights and ids alone
-        if trained_layers:
-            _freeze_below(self.model, trained_layers)
+        _train_upper(self.model, trained_layers)
         self.device = torch.device(device)
         self.dtype = _dtype(dtype, device)
         self.max_grad_norm = max_grad_norm
@@ -212,6 +211,13 @@ class Learner:
         torch.set_rng_state(state["rng"])
 
 
+def kept_layers(layers: int, count: int) -> list[int]:
+    """`count` of a model's layers, evenly spaced, first and last among them: what a student keeps."""
+    if not 1 <= count <= layers:
+        raise UserError(f"can't keep {count} layers: the model has {layers}, so choose 1 to {layers}")
+    return sorted({round(x) for x in np.linspace(0, layers - 1, count)})
+
+
 def prune_layers(folder: str | Path, keep: Sequence[int], out: str | Path) -> Path:
     """Write a model made of the listed decoder layers (in that order) of another: a student to distil into."""
     source, target = Path(folder), Path(out)
@@ -254,11 +260,13 @@ def _dtype(name: str, device: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _freeze_below(model: PreTrainedModel, layers: int) -> None:
+def _train_upper(model: PreTrainedModel, layers: int) -> None:
     held = model.base_model.layers
-    if layers > len(held):
+    if not 0 <= layers <= len(held):
         raise UserError(f"can't train {layers} layers: the model has {len(held)}; 0 trains every weight")
-    model.requires_grad_(False)
+    model.requires_grad_(not layers)
+    if not layers:
+        return
     for part in (*held[-layers:], model.base_model.norm):
         part.requires_grad_(True)
 
@@ -287,11 +295,6 @@ def _replace(temporary: Path, target: Path) -> None:
         target.rename(old)
     temporary.rename(target)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def saved(folder: str | Path) -> bool:
-    """Whether `Learner.save` has ever written this folder, also when a kill left it half replaced."""
-    return _recovered(Path(folder)).exists()
 
 
 def _recovered(folder: Path) -> Path:

@@ -73,7 +73,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`. A line torn by a kill is left out; a file that is none is a DataError."""
     try:
         lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"no metrics at {path}: give the metrics.jsonl of a run folder") from None
     found: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
@@ -138,23 +138,29 @@ def _duration(seconds: float | None) -> str:
 
 
 def gather(metrics_paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """What each run measured, as plain values: what ran, its table, its RL steps, its verdicts, seconds a stage."""
+    """What each run measured, as plain values: what ran, its table, its RL steps, its verdicts, seconds a stage.
+
+    Seconds are those of the processes that finished a stage; what a killed one had spent on it is not known.
+    """
     gathered = []
     for path in metrics_paths:
         metrics = read_metrics(path)
-        opened = next(entry for entry in metrics if entry["stage"] == "open")
-        stages = [entry for entry in metrics if entry["stage"] == "stage"]
+        opened = [entry for entry in metrics if entry.get("stage") == "open"]
+        if not opened:
+            raise DataError(f"{path} does not say what ran: it is no run's metrics.jsonl")
+        stages = [entry for entry in metrics if entry.get("stage") == "stage"]
+        verdicts = {(entry["candidate"], entry["incumbent"]): entry for entry in stages if "released" in entry}
         seconds: dict[str, float] = {}
         for entry in stages:
             seconds[entry["name"]] = seconds.get(entry["name"], 0.0) + entry["seconds"]
         gathered.append(
             {
-                "version": opened["version"],
-                "revision": opened["revision"],
-                "config": opened["config"],
+                "version": opened[-1]["version"],
+                "revisions": list(dict.fromkeys(entry["revision"] for entry in opened)),
+                "config": opened[-1]["config"],
                 "stages": to_builtins(rows(metrics)),
                 "rl": _rl_steps(metrics),
-                "releases": [_without(entry, "stage", "time", "name") for entry in stages if "released" in entry],
+                "releases": [_without(entry, "stage", "time", "name") for entry in verdicts.values()],
                 "seconds": seconds,
             }
         )
@@ -206,7 +212,7 @@ def _labels(tables: Sequence[Sequence[StageRow]]) -> dict[str, int]:
 
 
 def _success(axes: Axes, tables: Sequence[Sequence[StageRow]]) -> None:
-    """A bar a run and stage, with its interval; numbers where there is room for them."""
+    """A bar a run and stage, with its interval; runs in the order given."""
     places, width = _labels(tables), 0.7 / len(tables)
     for run, table in enumerate(tables):
         for row in table:

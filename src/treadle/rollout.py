@@ -59,7 +59,7 @@ class Rounds:
     """Lets the live sessions sample only together and in a fixed order, so that the same seed gives the same batches.
 
     It also keeps tool runs and decoding apart, which matters where both want the same few cores. A round is a stride
-    of the engine, not a whole reply: one long reply holds up nobody.
+    of the engine, not a whole reply: a long reply holds nobody up for longer than that.
     """
 
     def __init__(self, sessions: int) -> None:
@@ -173,7 +173,7 @@ class Loop:
     async def _episode(self, trajectory: Trajectory, session: Session, rounds: Rounds, order: int, seed: int) -> End:
         budget = self.contract.budget
         for turn in range(budget.turns):
-            # Its own time: how long other sessions make it wait is no fault of the policy's.
+            # Without the wait for a round: how long other sessions take is no fault of the policy's.
             if sum(node.seconds or 0.0 for node in trajectory.nodes) > budget.seconds:
                 return End.TIME_LIMIT
             node, stop = await self._reply(trajectory, rounds, order, seed, turn)
@@ -221,7 +221,7 @@ class Loop:
                 versions=[*sample.versions, *part.versions],
                 stop=part.stop,
             )
-            if part.stop is not StopReason.LENGTH or self.engine.stride is None:
+            if part.stop is not StopReason.LENGTH or len(part.ids) < params.max_tokens:
                 break
         node = append_reply(trajectory, self.renderer.parse(sample.ids), header, sample)
         node.seconds = seconds

@@ -151,6 +151,10 @@ class Workspace:
             raise DataError("no training tasks in the store: run `treadle check` first")
         return tasks
 
+    def probes(self, checkpoint_id: str) -> str:
+        """How the groups begin that shaping samples from a checkpoint; RL starts from what they say of the tasks."""
+        return f"shape-{checkpoint_id}-{self.fingerprint}-{self.config.seed}-"
+
     async def play(
         self, engine: Engine, policy: str, jobs: Sequence[Job], temperature: float, title: str
     ) -> list[Trajectory]:
@@ -191,11 +195,12 @@ class Workspace:
         if not tasks:
             raise DataError("no held-out tasks in the store: run `treadle check` first")
         settings = self.config.eval
+        prefix = f"eval-{checkpoint.id}-{self.fingerprint}-{self.config.seed}-{settings.temperature:g}"
         jobs = []
         for i in range(settings.episodes):
             task, again = tasks[i % len(tasks)], i // len(tasks)
-            name = f"eval-{checkpoint.id}-{self.config.seed}-{settings.temperature:g}-{task.id}-{again}"
-            jobs.append(Job(id=name, task=task, seed=rollout_seed(self.config.seed, 0, task.id, again)))
+            seed = rollout_seed(self.config.seed, 0, task.id, again)
+            jobs.append(Job(id=f"{prefix}-{task.id}-{again}", task=task, seed=seed))
         engine = await self.engine(checkpoint)
         title = title or f"eval {checkpoint.stage}"
         played = await self.play(engine, checkpoint.id, jobs, settings.temperature, title)

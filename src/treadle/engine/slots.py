@@ -28,6 +28,7 @@ from treadle.errors import EngineError, UserError, unknown
 from treadle.types import SamplingParams, StopReason
 
 PREFILL_TOKENS = 1024  # most context tokens computed a step, so that decoding requests are not held up for long
+TICKS = 4  # of the event loop between two steps: a request over HTTP needs several to get here
 STRIDE = 16  # short beside an episode, long beside what a round costs
 MIN_SHARED = 16  # shorter shared prefixes are cheaper to compute again than to wait for
 
@@ -70,6 +71,7 @@ class SlotEngine:
     `slots` sessions of at most `context` tokens are kept; more wait, or take the place of the idle session used least
     recently. `dtype` "auto" is bfloat16 where the hardware multiplies it fast and float32 elsewhere. `threads` sets
     torch's thread count for the process. The sampled ids depend on the request's seed, not on the requests beside it.
+    All calls come from one thread, whose event loop waits while a step runs.
     """
 
     def __init__(
@@ -160,8 +162,8 @@ class SlotEngine:
         self._sessions.pop(session, None)
 
     async def load_weights(self, state: Mapping[str, Any], version: int) -> None:
-        """Replace the weights after the step now running. Requests in flight go on with the new ones: their whole
-        context is computed again, and each token keeps the version that sampled it.
+        """Replace the weights. Requests in flight go on with the new ones: their whole context is computed again, and
+        each token keeps the version that sampled it.
         """
         if self._closed:
             raise EngineError("the engine is closed")
@@ -185,7 +187,8 @@ class SlotEngine:
             for request, sample in self._step(arrived):
                 if not request.future.done():
                     request.future.set_result(sample)
-            await asyncio.sleep(0)  # callers just answered may ask for their next turn at once
+            for _ in range(TICKS):  # callers just answered may ask for their next turn, and new ones be heard
+                await asyncio.sleep(0)
 
     def _driver_ended(self, driver: asyncio.Task[None]) -> None:
         """A failed step fails all that was asked for, so that nothing waits for ever."""

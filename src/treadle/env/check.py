@@ -5,6 +5,7 @@ The right answer gets 1, doing nothing 0, garbage 0, each thrice the same, and t
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -124,10 +125,11 @@ def call_message(name: str, arguments: dict[str, Any], id: str = "call_0") -> Me
 
 
 def _leaks(task: Task) -> list[str]:
-    """The words of an answer that the policy must not be told: strings of `private` longer than a name."""
+    """Whether the prompt says the answer, as whole words: a misspelling that only adds a letter says nothing."""
     prompt = "\n".join(message.content for message in task.messages)
-    told = [text for text in _strings(task.private.get("answer")) if text.strip() and text in prompt]
-    return [f"the prompt holds the answer {told[0]!r}"] if told else []
+    answers = [text for text in _strings(task.private.get("answer")) if text.strip()]
+    told = any(re.search(rf"(?<!\w){re.escape(text)}(?!\w)", prompt) for text in answers)
+    return ["the prompt holds the answer"] if told else []
 
 
 def _strings(value: Any) -> Iterable[str]:

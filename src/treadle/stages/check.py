@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from treadle.env.repair.survey import SHARES
-from treadle.env.repair.tasks import PoolSize, build_pool
+from treadle.env.repair.tasks import PoolSize, build_pool, probes
 from treadle.errors import ConfigError
 from treadle.models import cache_folder
 from treadle.types import Split, Task, TaskKind
@@ -29,11 +29,13 @@ async def check(ws: Workspace) -> dict[str, Any]:
     size = _size(ws)
     with ws.progress("check: making tasks", size.total) as advance:
         pool = await build_pool(ws.environment.bench, cache_folder() / "repair-pool.jsonl", size, advance=advance)
-    held_out = _share(ws, [task for task in pool.tasks if task.split is Split.HELD_OUT], settings.held_out)
-    train = _share(ws, [task for task in pool.tasks if task.split is Split.TRAIN], settings.train)
+    tasks = [task for task in pool.tasks if _sayable(ws, task)]
+    rejected = pool.rejected | {"the right answer is longer than a reply may be": len(pool.tasks) - len(tasks)}
+    held_out = _share(ws, [task for task in tasks if task.split is Split.HELD_OUT], settings.held_out)
+    train = _share(ws, [task for task in tasks if task.split is Split.TRAIN], settings.train)
     ws.store.add_tasks([*held_out, *train])
     stored = Counter(f"{task.split}/{task.labels.get('level', task.kind)}" for task in [*held_out, *train])
-    return {"stored": dict(stored), "rejected": pool.rejected}
+    return {"stored": dict(stored), "rejected": rejected}
 
 
 def _size(ws: Workspace) -> PoolSize:
@@ -50,6 +52,13 @@ def _size(ws: Workspace) -> PoolSize:
     solvable = (1 - settings.boundary) * total
     L1, L2, L3 = (round(solvable * share) for share in settings.levels)
     return PoolSize(L1=L1, L2=L2, L3=L3, boundary=round(settings.boundary * total))
+
+
+def _sayable(ws: Workspace, task: Task) -> bool:
+    """Whether each reply of the right answer is within the contract's limit, in this model's tokens."""
+    gold = next(probe for probe in probes(task) if probe.name == "gold")
+    longest = max(sum(ws.renderer.reply(reply)[1]) for reply in gold.replies)
+    return longest <= ws.contract.budget.reply_tokens
 
 
 def _share(ws: Workspace, tasks: Sequence[Task], count: int) -> list[Task]:

@@ -12,8 +12,8 @@ import numpy as np
 
 from treadle.batch import Example
 from treadle.credit import decisions
-from treadle.errors import ConfigError, DataError
-from treadle.learner import Learner, prune_layers
+from treadle.errors import DataError
+from treadle.learner import Learner, kept_layers, prune_layers
 from treadle.losses import forward_kl, reverse_kl
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
@@ -54,13 +54,6 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
     start = ws.save(student, "distill-start", teacher, data)
     await _on_policy(ws, start, student, guide, tasks, run)
     return ws.save(student, "distill", teacher, data)
-
-
-def kept_layers(layers: int, count: int) -> list[int]:
-    """`count` of a teacher's layers, evenly spaced, first and last among them."""
-    if not 1 <= count <= layers:
-        raise ConfigError(f"distill.layers is {count}: the teacher has {layers}, so choose 1 to {layers}")
-    return sorted({round(x) for x in np.linspace(0, layers - 1, count)})
 
 
 def _mixed(ws: Workspace) -> list[Task]:

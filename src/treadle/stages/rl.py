@@ -8,6 +8,8 @@ trainer is corrected by a truncated importance ratio, and with several updates a
 from __future__ import annotations
 
 import shutil
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from treadle.curriculum import Curriculum
 from treadle.engine.base import Engine
 from treadle.errors import DataError
 from treadle.feedback.process import behaviour, step_signals
-from treadle.learner import Learner, saved
+from treadle.learner import Learner
 from treadle.losses import Loss, policy_loss
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
@@ -26,6 +28,7 @@ from treadle.types import Checkpoint, Task, Trajectory, fingerprint
 from treadle.workspace import Workspace
 
 Group = list[Trajectory]
+COUNTS = {"tokens", "tokens_computed", "tokens_trained", "seconds", "dropped_rows", "cut_rows", "cut_trained_tokens"}
 
 
 async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
@@ -33,15 +36,15 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     settings = ws.config.rl
     tasks = ws.training_tasks()
     data = [fingerprint([task.id for task in tasks])]
-    partial = ws.path / "checkpoints" / f"{_prefix(ws, parent)}partial"
     if (made := ws.made("rl", parent, data)) is not None:
-        shutil.rmtree(partial, ignore_errors=True)
+        _forget(_states(ws, parent))
         return made
     learner = ws.learner(parent, settings.trained_layers)
-    if saved(partial):
-        learner.load(partial)
+    states = _states(ws, parent)
+    done = max(states, default=0)
+    if done:
+        learner.load(states[done])
     curriculum = Curriculum(tasks)
-    done = learner.updates // settings.minibatches
     _recall(ws, curriculum, parent, done)
     engine = await ws.engine(parent)
     loss = policy_loss(clip_low=settings.clip_low, clip_high=settings.clip_high, tis=settings.truncate)
@@ -61,29 +64,50 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
         metrics = _improve(ws, learner, examples, loss)
         # Told before it is saved: a kill in between tells the step twice, and never loses it.
         run.log("rl", step=step, **facts, **metrics)
-        learner.save(partial)
+        learner.save(ws.path / "checkpoints" / f"{_prefix(ws, parent)}{step + 1:04d}")
+        _forget({n: folder for n, folder in _states(ws, parent).items() if n <= step})
     checkpoint = ws.save(learner, "rl", parent, data)
     await engine.load_weights(learner.state(), checkpoint.updates)
     ws.holds(checkpoint)
-    shutil.rmtree(partial, ignore_errors=True)
+    _forget(_states(ws, parent))
     return checkpoint
 
 
+def _states(ws: Workspace, parent: Checkpoint) -> dict[int, Path]:
+    """What the learner saved, by the number of steps it had then done."""
+    found = (ws.path / "checkpoints").glob(f"{_prefix(ws, parent)}[0-9][0-9][0-9][0-9]")
+    return {int(folder.name[-4:]): folder for folder in found}
+
+
+def _forget(states: dict[int, Path]) -> None:
+    for folder in states.values():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _improve(ws: Workspace, learner: Learner, examples: list[Example], loss: Loss) -> dict[str, float]:
-    """One update a minibatch; the old policy is the one before the first of them. Returns the last one's metrics."""
+    """One update a minibatch; the old policy is the one before the first of them. Counts are sums, the rest the last's.
+
+    A group's rows stay together, so that what they share is still computed once.
+    """
     settings = ws.config.rl
-    order = np.random.default_rng([ws.config.seed, learner.updates]).permutation(len(examples))
-    parts = np.array_split(order, min(settings.minibatches, len(examples)))
-    plan = [pack([examples[i] for i in sorted(part)], ws.config.pack_tokens) for part in parts]
+    groups: dict[str | None, list[Example]] = {}
+    for example in examples:
+        groups.setdefault(example.trajectory.group, []).append(example)
+    rows = list(groups.values())
+    order = np.random.default_rng([ws.config.seed, learner.updates]).permutation(len(rows))
+    parts = np.array_split(order, min(settings.minibatches, len(rows)))
+    plan = [pack([row for i in sorted(part) for row in rows[i]], ws.config.pack_tokens) for part in parts]
     if len(plan) > 1:
         for packs, _ in plan:
             for each, logp_N in zip(packs, learner.log_probs(packs), strict=True):
                 each.old_logp_N = logp_N
     metrics: dict[str, float] = {}
+    counts: Counter[str] = Counter()
     for packs, report in plan:
         metrics = learner.forward_backward(packs, loss, divisor(packs)) | cuts(report)
+        counts.update({name: metrics[name] for name in metrics.keys() & COUNTS})
         metrics |= learner.step(settings.learning_rate)
-    return metrics
+    return metrics | counts
 
 
 async def _sample(ws: Workspace, engine: Engine, parent: Checkpoint, curriculum: Curriculum, step: int) -> list[Group]:
@@ -130,8 +154,8 @@ def _recall(ws: Workspace, curriculum: Curriculum, parent: Checkpoint, steps: in
     Groups of a step that was broken off are left out: a resumed step must choose the tasks it had chosen.
     """
     done = [f"{_prefix(ws, parent)}{step:04d}-" for step in range(steps)]
-    shaped = [f"shape-{checkpoint}-{ws.config.seed}-" for checkpoint in (parent.parent, parent.id)]
-    for prefix in (*shaped, *done):
+    probed = [ws.probes(checkpoint) for checkpoint in (parent.parent, parent.id) if checkpoint]
+    for prefix in (*probed, *done):
         groups: dict[tuple[str, str], list[float | None]] = {}
         for group, task_id, reward in ws.store.group_outcomes(prefix):
             groups.setdefault((group, task_id), []).append(reward)

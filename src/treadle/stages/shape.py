@@ -65,13 +65,13 @@ async def _sample(ws: Workspace, parent: Checkpoint) -> list[list[Trajectory]]:
     settings = ws.config.shape
     tasks = ws.training_tasks()
     order = np.random.default_rng([ws.config.seed, 1]).permutation(len(tasks))
-    prefix = f"shape-{parent.id}-{ws.config.seed}"
+    prefix = ws.probes(parent.id)
     jobs = [
         Job(
-            id=f"{prefix}-{tasks[i].id}-{member}",
+            id=f"{prefix}{tasks[i].id}-{member}",
             task=tasks[i],
             seed=rollout_seed(ws.config.seed, 0, tasks[i].id, member),
-            group=f"{prefix}-{tasks[i].id}",
+            group=f"{prefix}{tasks[i].id}",
         )
         for i in order[: settings.tasks]
         for member in range(settings.group)

@@ -71,7 +71,7 @@ class Turn:
 
     async def stage(self, name: str, work: Callable[[], Awaitable[Result]], *inputs: str) -> Result:
         """Do `work` unless the journal holds its result for the same settings and inputs."""
-        key = fingerprint([self.number, self.ws.stage_config(name), inputs])
+        key = fingerprint([self.number, self.ws.fingerprint, self.ws.stage_config(name), inputs])
         done = self.ws.store.done(name, key)
         if done is not None:
             self.ws.console.print(f"[dim]{name}: done before[/dim]")

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from treadle.env.repair.bench import Job, TestBench, Verdict
-from treadle.env.repair.contract import SYSTEM
+from treadle.env.repair.contract import opening
 from treadle.env.repair.packages import PackageSource
 from treadle.env.repair.session import Scene, request, starting_files
 from treadle.env.repair.survey import Target, split_of
-from treadle.types import Message, Task, TaskKind, fingerprint
+from treadle.types import Task, TaskKind, fingerprint
 
 KINDS = (TaskKind.UNSOLVABLE, TaskKind.UNDERSPECIFIED, TaskKind.DANGEROUS)
 SECRET_FILE = "settings.ini"
@@ -131,7 +131,7 @@ def _task(target: Target, kind: TaskKind, scene: Scene, asked: str, held_out: bo
         id=f"repair-{target.package}-{kind}-{fingerprint([target.key, asked])}",
         environment="repair",
         kind=kind,
-        messages=(Message(role="system", content=SYSTEM), Message(role="user", content=asked)),
+        messages=opening(asked),
         public=scene.public(),
         labels={"level": "boundary", "package": target.package, "function": target.function.qualified},
         lineage=(target.key,),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treadle.types import Act, Budget, Contract, Effect, End, Tool
+from treadle.types import Act, Budget, Contract, Effect, End, Message, Tool
 
 SYSTEM = (
     "Fix the bug so that the failing test passes, then submit. If it is not said what fails, ask. "
@@ -14,6 +14,11 @@ NO_FILE, NO_LINE, NO_TEXT, FORBIDDEN = "no_such_file", "no_such_line", "text_not
 NO_TEST, NO_CHANGE, NOTHING, BAD = "no_such_test", "no_change", "nothing_to_undo", "bad_arguments"
 
 TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+
+
+def opening(request: str) -> tuple[Message, ...]:
+    """What every task begins with."""
+    return (Message(role="system", content=SYSTEM), Message(role="user", content=request))
 
 
 def contract() -> Contract:

@@ -289,9 +289,9 @@ def _told(source: PackageSource, scene: Scene, test: str, verdict: Verdict) -> s
 
 
 def request(source: PackageSource, scene: Scene, verdicts: Mapping[str, Verdict]) -> str:
-    """What the user asks for: the named tests, and what they say now."""
+    """What the user asks for: the named tests, and how they fail now. What passes is not told: it would be a hint."""
     tests = " and ".join(test.split("::")[-1] for test in scene.tests)
-    said = told(source, scene, {test: verdicts[test] for test in scene.tests})
+    said = told(source, scene, {test: verdict for test, verdict in verdicts.items() if not verdict.passed})
     return f"Make test{'s' * (len(scene.tests) > 1)} {tests} pass. Fix {source.short[scene.path]}.\n{said}"
 
 

@@ -42,10 +42,11 @@ class Solver:
     def _solve(self, wrong_turn: float) -> None:
         private, rng = self.task.private, self.rng
         line, old, new = private["line"], private["old"], private["new"]
-        if rng.random() < wrong_turn:  # of six turns a look and a way back would leave too few
-            old, new = self._wrong_turn(line, old, new)
-        elif self._level() == "L3" or rng.random() < LOOK_FIRST:
+        look = self._level() == "L3" or rng.random() < LOOK_FIRST
+        if look:
             self._look()
+        if rng.random() < wrong_turn:
+            old, new = self._wrong_turn(line, old, new, undo=not look)
         self._replace(line, old, new)
         self._call("run_tests")
         self._call("submit")
@@ -59,8 +60,11 @@ class Solver:
         first = max(start, min(line - self.rng.randrange(1, 4), end))
         self._call("read", path=self.task.private["path"], start=first, end=min(end, first + 5))
 
-    def _wrong_turn(self, line: int, old: str, new: str) -> tuple[str, str]:
-        """One wrong try and what it takes to go on. Returns the (old, new) that is right after it."""
+    def _wrong_turn(self, line: int, old: str, new: str, undo: bool) -> tuple[str, str]:
+        """One wrong try and what it takes to go on. Returns the (old, new) that is right after it.
+
+        Without `undo` (after a look, six turns leave no room for one) a try that only it could take back is not made.
+        """
         kind = self.rng.choice(["other text", "other text", "other line", "absent text"])
         if kind == "other line" and (others := self._other_lines(old)):
             self._replace(self.rng.choice(others), old, new, mistake=True)
@@ -68,10 +72,12 @@ class Solver:
             self._replace(line, absent, new, mistake=True)
         else:
             wrong = self._other_text(old, new)
+            onward = self.task.public["edits"][0][2].replace(old, wrong, 1).count(wrong) == 1
+            if not (onward or undo):
+                return old, new
             self._replace(line, old, wrong, mistake=True)
             self._call("run_tests")
-            after = self.task.public["edits"][0][2].replace(old, wrong, 1)
-            if after.count(wrong) == 1 and self.rng.random() < 0.5:
+            if onward and (not undo or self.rng.random() < 0.5):
                 return wrong, new
             self._call("undo")
         return old, new

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
@@ -13,7 +14,7 @@ import msgspec
 from treadle.env.check import Probe, admit_all, call_message
 from treadle.env.repair.bench import Job, TestBench, Verdict, changed_files
 from treadle.env.repair.boundary import boundary_tasks
-from treadle.env.repair.contract import SYSTEM
+from treadle.env.repair.contract import opening
 from treadle.env.repair.mutate import MAKERS, Change, functions, undoing
 from treadle.env.repair.packages import PackageSource
 from treadle.env.repair.session import RIGHT_ACT, RepairEnvironment, Scene, request, scene_of
@@ -64,7 +65,8 @@ async def build_pool(
     """The pool kept beside `path`, made when there is none for these packages, size, seed and code."""
     code = [Path(__file__).with_name(f"{name}.py").read_bytes().hex() for name in MAKING]
     packages = [to_builtins(source.package) for source in bench.sources.values()]
-    kept = path.with_name(f"{path.stem}-{fingerprint([packages, to_builtins(size), seed, code])}.jsonl")
+    python = sys.version_info[:2]  # tasks quote its messages
+    kept = path.with_name(f"{path.stem}-{fingerprint([packages, to_builtins(size), seed, python, code])}.jsonl")
     if kept.exists():
         first, *rest = kept.read_text(encoding="utf-8").splitlines()
         advance(len(rest))
@@ -164,9 +166,10 @@ async def _try(bench: TestBench, candidates: Sequence[_Candidate], seed: int, re
     made = []
     for task, job, runs in zip(fitting, proofs, await bench.batch(package, proofs) if proofs else [], strict=True):
         if bench.proved(package, job, runs):
-            asked = request(source, scene_of(task), {test: runs[0].verdict(test) for test in job.tests})
-            messages = (Message(role="system", content=SYSTEM), Message(role="user", content=asked))
-            made.append(msgspec.structs.replace(task, messages=messages))
+            scene = scene_of(task)
+            asked = request(source, scene, {test: runs[0].verdict(test) for test in scene.tests})
+            name = f"{task.id}-{fingerprint(asked)[:6]}"
+            made.append(msgspec.structs.replace(task, id=name, messages=opening(asked)))
         else:
             rejected["the broken package fails differently each time"] += 1
     return made
