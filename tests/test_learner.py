@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from test_batch import Part, example, pair, trajectory
 from treadle.batch import Example, Pack, branches, divisor, pack
 from treadle.errors import TreadleError, UserError
-from treadle.learner import Learner, prune_layers
+from treadle.learner import Learner, kept_layers, prune_layers
 from treadle.losses import cross_entropy, dpo, forward_kl, policy_loss, reverse_kl
 
 PROMPT: Part = ("user", list(range(5, 25)))
@@ -160,7 +160,8 @@ def test_ratio_is_exactly_one_before_the_first_update(exact: bool) -> None:
     first = learner.forward_backward(packs, loss, divisor(packs))
     assert (first["ratio"], first["behaviour_k3"], first["rejected"]) == (1.0, 0.0, 0.0)
     learner.step(1e-2)
-    assert learner.forward_backward(packs, loss, divisor(packs))["behaviour_k3"] > 0
+    then = learner.forward_backward(packs, loss, divisor(packs))
+    assert then["ratio"] != 1.0 and then["behaviour_k3"] == 0.0  # the gap is the sampler's, not the update's
 
 
 def test_learns_a_row_by_heart() -> None:
@@ -308,6 +309,14 @@ def test_branches_of_one_tree() -> None:
             expected = learner.model(torch.tensor([path])).logits[0, -1].log_softmax(-1)[ids]
         assert got[ids] == pytest.approx(float(expected), abs=1e-5)
     assert len(got) == 3
+
+
+def test_a_student_keeps_the_beginning_and_the_end() -> None:
+    assert kept_layers(30, 10) == [0, 1, 2, 3, 4, 5, 6, 27, 28, 29]
+    assert kept_layers(4, 2) == [0, 3] and kept_layers(4, 1) == [0] and kept_layers(4, 4) == [0, 1, 2, 3]
+    for count in (0, 5):
+        with pytest.raises(UserError, match=f"can't keep {count} layers"):
+            kept_layers(4, count)
 
 
 def test_pruned_student_is_the_listed_layers(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_turn_learns(turned: Path) -> None:
     assert right["base"] == 0
     assert right["sft"] >= 0.15
     rewards = told(turned, "rl", "reward")
-    assert len(rewards) == 6 and max(rewards) > rewards[0]
+    assert len(rewards) == 6 and all(0 < reward <= 1 for reward in rewards)  # of tasks chosen anew to be half solved
     assert right["rl"] >= 0.15  # what RL makes likelier is in test_learning.py: six small batches are too noisy for it
 
 

@@ -72,8 +72,8 @@ class Distill(Section, frozen=True):
     tasks: int = 64  # tasks the teacher is asked to solve for the student
     samples: int = 4  # teacher runs a task
     epochs: int = 2
-    rows: int = 16
-    learning_rate: float = 6e-4
+    rows: int = 4
+    learning_rate: float = 1e-3
     steps: int = 4  # on-policy steps
     step_rows: int = 64  # student runs a step
 

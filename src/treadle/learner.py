@@ -212,10 +212,14 @@ class Learner:
 
 
 def kept_layers(layers: int, count: int) -> list[int]:
-    """`count` of a model's layers, evenly spaced, first and last among them: what a student keeps."""
+    """`count` of a model's layers, the first 70 % of them from its beginning, the others from its end: a student's.
+
+    Such a student learns several times as fast as one of evenly spaced layers (LOG.md, 2026-11-30).
+    """
     if not 1 <= count <= layers:
         raise UserError(f"can't keep {count} layers: the model has {layers}, so choose 1 to {layers}")
-    return sorted({round(x) for x in np.linspace(0, layers - 1, count)})
+    last = round(0.3 * count)
+    return [*range(count - last), *range(layers - last, layers)]
 
 
 def prune_layers(folder: str | Path, keep: Sequence[int], out: str | Path) -> Path:

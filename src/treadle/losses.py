@@ -198,7 +198,9 @@ def policy_loss(
         if correction == "decoupled":
             factor_N = _correction(old_N, behaviour_N, pack.row_N, tis, row_bounds)
         loss_N = torch.where(factor_N > 0, factor_N * loss_N, torch.zeros_like(loss_N))
-        metrics = _policy_metrics(logits_NV, temperature, logp_N, behaviour_N, ratio_N, factor_N, clip_low, clip_high)
+        trainer_N = old_N if correction == "decoupled" else logp_N.detach()
+        gap_N = kl_estimate(behaviour_N, trainer_N, "k3")
+        metrics = _policy_metrics(logits_NV, temperature, gap_N, ratio_N, factor_N, clip_low, clip_high)
         if kl_weight:
             kl_N = kl_estimate(logp_N, _needed(pack.reference_logp_N, "reference_logp_N"), kl_estimator)
             loss_N = loss_N + kl_weight * kl_N
@@ -211,17 +213,17 @@ def policy_loss(
 def _policy_metrics(
     logits_NV: Tensor,
     temperature: float,
-    logp_N: Tensor,
-    behaviour_N: Tensor,
+    gap_N: Tensor,
     ratio_N: Tensor,
     factor_N: Tensor,
     clip_low: float,
     clip_high: float,
 ) -> Metrics:
+    """`gap_N` is the sampler's distance from the trainer before its first update, where that is known."""
     clipped_N = (ratio_N < 1.0 - clip_low) | (ratio_N > 1.0 + clip_high)
     return {
         "entropy": _total(entropy(logits_NV, temperature)),
-        "behaviour_k3": _total(kl_estimate(behaviour_N, logp_N.detach(), "k3")),
+        "behaviour_k3": _total(gap_N),
         "ratio": _total(ratio_N),
         "clipped": _total(clipped_N.float()),
         "rejected": _total((factor_N == 0).float()),
