@@ -318,6 +318,34 @@ async def test_weights_that_do_not_fit_change_nothing() -> None:
     await engine.close()
 
 
+async def test_a_reply_in_strides_is_the_reply_made_in_one_go() -> None:
+    """Each further stride computes one token of context: the last one sampled."""
+    engine, ids = engine_of(), prompt(20, 1)
+    whole = await engine.sample(ids, params(temperature=0.0, max_tokens=40), "whole")
+    strides: list[Sample] = []
+    context = ids
+    for size in (16, 16, 8):
+        computed = engine.stats.prefill_tokens
+        strides.append(await engine.sample(context, params(temperature=0.0, max_tokens=size), "strides"))
+        assert not strides[1:] or engine.stats.prefill_tokens - computed == 1
+        context = [*context, *strides[-1].ids]
+    assert [id_ for part in strides for id_ in part.ids] == whole.ids
+    assert [x for part in strides for x in part.log_probs] == pytest.approx(whole.log_probs, abs=TOLERANCE)
+    await engine.close()
+
+
+async def test_a_slot_released_while_its_request_runs() -> None:
+    engine, ids = engine_of(slots=1), prompt(20, 1)
+    running = asyncio.create_task(engine.sample(ids, params(max_tokens=30), "s"))
+    while not engine.stats.prefill_tokens:
+        await asyncio.sleep(0)
+    await engine.release("s")
+    assert_exact(ids, await running)
+    assert_exact(ids, await engine.sample(ids, params(), "next"))
+    assert engine.stats.evictions == 0
+    await engine.close()
+
+
 async def test_a_cancelled_request_frees_its_slot() -> None:
     engine, ids = engine_of(slots=1), prompt(20, 1)
     with pytest.raises(TimeoutError):
