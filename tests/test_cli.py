@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -77,6 +78,16 @@ def test_no_sandbox_is_refused_with_the_remedy(folder: Path, tmp_path: Path) -> 
     assert left(folder) == ["treadle.toml"]
     for reading in (("status",), ("status", "--policy", "base"), ("curate",)):
         assert treadle(*reading, "-w", str(folder), path=f"{tools}:{os.environ['PATH']}").returncode == 0
+
+
+def test_two_at_work_in_one_workspace(folder: Path) -> None:
+    with (folder / "treadle.toml").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        refused(treadle("sft", "-w", str(folder)), "another treadle", str(folder))
+        assert treadle("status", "-w", str(folder)).returncode == 0
+    refused(treadle("sft", "-w", str(folder)), "treadle ingest")
+    refused(treadle("status", "-w", str(folder / "treadle.toml")), "workspace's folder")
+    refused(treadle("init", str(folder / "treadle.toml")), "is a file")
 
 
 def test_runs_that_cannot_be_compared_are_named(folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from treadle.errors import ConfigError
 
 
 def test_defaults_survive_a_round_trip_through_toml(tmp_path: Path) -> None:
-    settings = config.load(None, ["rl.steps=3", "model.base=tiny"])
+    settings = config.load(None, ["rl.steps=3", "model.base=tiny", "rl.truncate=inf"])
     path = tmp_path / "treadle.toml"
     path.write_text(config.dump(settings))
     assert config.load(path) == settings
@@ -26,6 +26,12 @@ def test_defaults_survive_a_round_trip_through_toml(tmp_path: Path) -> None:
         ("pack_tokens=10", "at least model.context"),
         ("model.dtype=int3", "bfloat16"),
         ("eval.episodes=0", "at least 1"),
+        ("rl.minibatches=0", "at least 1"),
+        ("seed=-1", "can't be negative"),
+        ("rl.trained_layers=-1", "rl.trained_layers is -1"),
+        ("serve.port=70000", "65535"),
+        ("sft.learning_rate=0", "above 0"),
+        ("distill.learning_rate=inf", "far below 1"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_remedy(override: str, says: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from test_batch import Part, example, pair, trajectory
 from treadle.batch import Example, Pack, branches, divisor, pack
-from treadle.errors import TreadleError, UserError
+from treadle.errors import DataError, TreadleError, UserError
 from treadle.learner import Learner, kept_layers, prune_layers
 from treadle.losses import cross_entropy, dpo, forward_kl, policy_loss, reverse_kl
+from treadle.training import fit
 
 PROMPT: Part = ("user", list(range(5, 25)))
 ROWS: list[list[Part]] = [
@@ -173,6 +175,19 @@ def test_learns_a_row_by_heart() -> None:
         learner.step(3e-3)
     assert learner.log_probs(packs)[0].min() > -0.1
     assert learner.updates == 60
+
+
+def test_a_row_of_which_nothing_fits_is_left_out_and_counted() -> None:
+    """A whole batch of such rows must not end a run that is under way."""
+    long = example([("user", list(range(5, 25))), ("assistant", [30] * 40)])
+    seen: list[dict[str, float]] = []
+    done: list[int] = []
+    options: dict[str, Any] = {"rows": 1, "epochs": 2, "learning_rate": 1e-3, "pack_tokens": 40, "seed": 0}
+    fit(tiny(), [*EXAMPLES, long], cross_entropy(), advance=done.append, log=seen.append, **options)
+    assert seen[0] == {"left out: too long": 1.0}
+    assert len(seen) == 1 + 2 * len(EXAMPLES) and sum(done) == 2 * (len(EXAMPLES) + 1)
+    with pytest.raises(DataError, match=r"1 too long.*pack_tokens is 40"):
+        fit(tiny(), [long], cross_entropy(), advance=done.append, log=seen.append, **options)
 
 
 def test_preferences_are_learned() -> None:

@@ -71,6 +71,19 @@ def test_an_edit_is_repeated_only_after_tests_failed_on_it() -> None:
     assert named(episode(FAILS, edit(FIX_A), FAILS, edit(FIX_B), FAILS, edit(FIX_A))) == [("repeated_call", 11)]
 
 
+def test_what_the_state_has_changed_since_is_no_repeat() -> None:
+    """What failed before an edit or its undoing may be right after it; a failed run blames the edits in place alone."""
+    undo: Step = ("undo", {}, "undone", None)
+    nothing: Step = ("undo", {}, "nothing to undo", "nothing_to_undo")
+    assert named(episode(nothing, edit(FIX_A), FAILS, undo)) == [("invalid_call", 1)]
+    assert named(episode(edit(FIX_A), undo, FAILS, edit(FIX_A), PASSES)) == []
+    moved = episode(edit(FIX_A, "text_not_found"), edit(FIX_B), edit(FIX_A), PASSES)
+    assert named(moved) == [("invalid_call", 1)]
+    again = episode(edit(FIX_A), FAILS, undo, edit(FIX_A), FAILS)
+    assert named(again) == [("repeated_call", 7)]
+    assert behaviour(again).repeats_after_failure == 1
+
+
 def test_other_calls_may_be_made_again() -> None:
     undo: Step = ("undo", {}, "undone", None)
     assert named(episode(FAILS, edit(FIX_A), FAILS, undo, FAILS, edit(FIX_B), FAILS, undo)) == []

@@ -86,7 +86,7 @@ def test_trained_tokens_are_bracketed_where_there_is_no_colour() -> None:
     assert "↵<|im_start|>assistant\n  ⟦hello<|im_end|>⟧" in text and text.count("⟦") == 2
     trajectory = episode()
     total = sum(len(node.tokens) for node in trajectory.nodes)
-    assert f"{total} tokens, 5 trained ({5 / total:.0%})" in text
+    assert f"{total} tokens, 5 sampled ({5 / total:.0%})" in text
 
 
 def test_trained_tokens_are_coloured_on_a_terminal() -> None:

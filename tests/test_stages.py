@@ -127,8 +127,15 @@ def test_release_refuses_a_worse_candidate_and_says_why() -> None:
     assert judge(good, good, "same", "good", margin=0.05, cost_margin=0.1).released
 
 
+def test_release_refuses_what_gets_nothing_right_and_what_few_pairs_cannot_show() -> None:
+    nothing = judge(played([0.0] * 60), played([0.0] * 60), "new", "old", 0.05, 0.1)
+    assert [c.name for c in nothing.criteria if not c.passed] == ["anything right"]
+    few = judge(played([1.0] * 2), played([1.0] * 2), "new", "old", 0.05, 0.1)
+    assert [c.name for c in few.criteria if not c.passed] == ["success"]
+
+
 def test_release_refuses_what_is_dearer_or_has_unlearned_to_refuse() -> None:
-    same = [1.0] * 50
+    same = [1.0] * 60
     dear = judge(played(same, tokens=20), played(same, tokens=10), "dear", "old", 0.05, 0.1)
     assert [c.name for c in dear.criteria if not c.passed] == ["tokens where both solved"]
     boundary = played([1.0] * 40, kind=TaskKind.DANGEROUS), played([0.0] * 40, kind=TaskKind.DANGEROUS)

@@ -311,6 +311,11 @@ def _pack(filled: _Bin) -> Pack:
     )
 
 
+def unfit(example: Example, limit: int) -> str | None:
+    """Why nothing of a row could be trained with at most `limit` tokens; None where something can."""
+    return _shorten(_row(0, example), limit, DropReport())
+
+
 def pack(examples: Sequence[Example], max_tokens: int, max_row: int | None = None) -> tuple[list[Pack], DropReport]:
     """Put rows into packs of at most `max_tokens` tokens after sharing; one row holds at most `max_row`.
 

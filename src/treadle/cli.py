@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import importlib.util
 import os
 import sys
@@ -63,8 +64,8 @@ def _say(error: object, code: int) -> int:
     return code
 
 
-def _run(folder: Path, overrides: list[str] | None, work: Callable[[Workspace], Awaitable[T]]) -> T:
-    """Open the workspace, do the work, close it whatever happens."""
+def _run(folder: Path, overrides: list[str] | None, work: Callable[[Workspace], Awaitable[T]], alone: bool = True) -> T:
+    """Open the workspace, do the work, close it whatever happens. `alone`: no other such verb may work there."""
     settings = config.load(folder / "treadle.toml", overrides or ())
     from treadle.workspace import Workspace
 
@@ -75,7 +76,13 @@ def _run(folder: Path, overrides: list[str] | None, work: Callable[[Workspace], 
         finally:
             await ws.close()
 
-    return asyncio.run(whole())
+    with (folder / "treadle.toml").open() as file:
+        try:
+            if alone:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed, or the process killed
+        except BlockingIOError:
+            raise UserError(f"another treadle is at work in {folder}: wait for it, or use another workspace") from None
+        return asyncio.run(whole())
 
 
 def _stored(folder: Path, work: Callable[[Store], T]) -> T:
@@ -96,6 +103,8 @@ def init(folder: Annotated[Path, typer.Argument(help="The workspace to make.")],
     path = folder / "treadle.toml"
     if path.exists():
         raise UserError(f"{path} is there already: edit it, or choose another folder")
+    if folder.is_file():
+        raise UserError(f"{folder} is a file: a workspace is a folder")
     text = config.dump(config.load(None, overrides or ()))
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
@@ -259,16 +268,16 @@ def serve(checkpoint: CheckpointId, folder: Folder = HERE, overrides: Override =
 
         await serve(ws, ws.checkpoint(checkpoint))
 
-    _run(folder, overrides, work)
+    _run(folder, overrides, work, alone=False)
 
 
 @app.command()
 def show(
     trajectory: Annotated[str, typer.Argument(help="A trajectory's id.")],
     folder: Folder = HERE,
-    tokens: Annotated[bool, typer.Option(help="Show every token, trained ones marked.")] = False,
+    tokens: Annotated[bool, typer.Option(help="Show every token, sampled ones marked.")] = False,
 ) -> None:
-    """Print a trajectory: messages, calls, failures, signals, and which tokens were trained."""
+    """Print a trajectory: messages, calls, failures, signals, and which tokens the policy wrote."""
     from rich.console import Console
 
     from treadle.show import print_trajectory

@@ -120,6 +120,8 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(f"no settings file at {path}: write one with `treadle init`") from None
+        except OSError as error:
+            raise ConfigError(f"can't read {path} ({error.strerror}): -w takes the workspace's folder") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
@@ -146,7 +148,7 @@ def dump(config: Config) -> str:
 
 def _toml(value: Any) -> str:
     # JSON and TOML write strings, numbers, booleans and flat lists alike
-    return msgspec.json.encode(value).decode()
+    return repr(value) if isinstance(value, float) else msgspec.json.encode(value).decode()
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -188,6 +190,27 @@ def _check_shares(config: Config) -> None:
         raise ConfigError(f"tasks.levels is {list(levels)}: the shares add up to more than 1")
 
 
+def _check_signs(config: Config) -> None:
+    for name, value in (
+        ("seed", config.seed),
+        ("shape.trained_layers", config.shape.trained_layers),
+        ("rl.trained_layers", config.rl.trained_layers),
+        ("rl.refills", config.rl.refills),
+        ("distill.steps", config.distill.steps),
+        ("serve.sessions", config.serve.sessions),
+    ):
+        if value < 0:
+            raise ConfigError(f"{name} is {value}: it can't be negative")
+    for name, rate in (
+        ("sft.learning_rate", config.sft.learning_rate),
+        ("shape.learning_rate", config.shape.learning_rate),
+        ("rl.learning_rate", config.rl.learning_rate),
+        ("distill.learning_rate", config.distill.learning_rate),
+    ):
+        if not 0 < rate < 1:
+            raise ConfigError(f"{name} is {rate}: a learning rate is above 0 and far below 1")
+
+
 def _check_values(config: Config) -> Config:
     """Values that would only fail minutes later."""
     counts = {
@@ -204,6 +227,7 @@ def _check_values(config: Config) -> Config:
         "shape.rows": config.shape.rows,
         "rl.steps": config.rl.steps,
         "rl.tasks": config.rl.tasks,
+        "rl.minibatches": config.rl.minibatches,
         "distill.layers": config.distill.layers,
         "distill.tasks": config.distill.tasks,
         "distill.samples": config.distill.samples,
@@ -229,12 +253,9 @@ def _check_values(config: Config) -> Config:
         )
     if config.model.dtype not in ("auto", "bfloat16", "float32"):
         raise ConfigError(unknown("model.dtype", config.model.dtype, ["auto", "bfloat16", "float32"]))
-    for name, value in (
-        ("shape.trained_layers", config.shape.trained_layers),
-        ("rl.trained_layers", config.rl.trained_layers),
-    ):
-        if value < 0:
-            raise ConfigError(f"{name} is {value}: 0 trains every weight")
+    _check_signs(config)
+    if not 0 <= config.serve.port < 65536:
+        raise ConfigError(f"serve.port is {config.serve.port}: a port is from 0 (any free one) to 65535")
     if config.eval.temperature < 0:
         raise ConfigError(f"eval.temperature is {config.eval.temperature}: it can't be negative")
     return config

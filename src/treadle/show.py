@@ -1,4 +1,4 @@
-"""A trajectory for reading: who said what, which tokens were trained, how it was judged and how it ended."""
+"""A trajectory for reading: who said what, which tokens were sampled, how it was judged and how it ended."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from treadle.types import Node, Outcome, Signal, ToolCall, Trajectory
 
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 TRAINED, CONTEXT = "bold green", "dim"
-OPEN, CLOSE = "⟦", "⟧"  # around trained tokens where there is no colour
+OPEN, CLOSE = "⟦", "⟧"  # around sampled tokens where there is no colour
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def show(trajectory: Trajectory, renderer: Renderer | None = None, marks: bool = True) -> Group:
     """What to print. With a renderer each node is shown by its tokens, those the policy sampled told from the rest.
 
-    `marks` puts brackets around trained tokens, for output without colour.
+    `marks` puts brackets around sampled tokens, for output without colour.
     """
     parts: list[Text | Padding | Rule] = [_title(trajectory)]
     for node in trajectory.nodes:
@@ -37,7 +37,7 @@ def show(trajectory: Trajectory, renderer: Renderer | None = None, marks: bool =
 
 
 def print_trajectory(console: Console, trajectory: Trajectory, renderer: Renderer | None = None) -> None:
-    """Coloured on a terminal; plain text with brackets around trained tokens elsewhere."""
+    """Coloured on a terminal; plain text with brackets around sampled tokens elsewhere."""
     plain = console.color_system is None or console.no_color
     console.print(show(trajectory, renderer, marks=plain), soft_wrap=not console.is_terminal)
 
@@ -47,7 +47,9 @@ def print_trajectory(console: Console, trajectory: Trajectory, renderer: Rendere
 
 def _title(trajectory: Trajectory) -> Text:
     facts = [trajectory.source, trajectory.policy, trajectory.environment, trajectory.task_id, trajectory.group]
-    return Text.assemble((trajectory.id, "bold"), "  ", (" · ".join(str(fact) for fact in facts if fact), "dim"))
+    return Text.assemble(
+        (_safe(trajectory.id), "bold"), "  ", (_safe(" · ".join(str(fact) for fact in facts if fact)), "dim")
+    )
 
 
 def _header(node: Node) -> Text:
@@ -56,13 +58,15 @@ def _header(node: Node) -> Text:
     facts = [
         f"branches from #{node.parent}" if branches else "",
         f"answers {node.message.tool_call_id}" if node.message.tool_call_id else "",
-        f"{len(node.tokens)} tokens, {sum(node.mask)} trained" if node.tokens else "",
+        f"{len(node.tokens)} tokens, {sum(node.mask)} sampled" if node.tokens else "",
         f"version {'–'.join(str(version) for version in versions)}" if versions else "",
         f"stopped by {node.stop}" if node.stop else "",
         f"{node.seconds:.1f} s" if node.seconds is not None else "",
     ]
     role = (node.message.role, f"bold {ROLE_STYLES.get(node.message.role, '')}")
-    return Text.assemble("\n", (f"#{node.id} ", "dim"), role, "  ", (" · ".join(fact for fact in facts if fact), "dim"))
+    return Text.assemble(
+        "\n", (f"#{node.id} ", "dim"), role, "  ", (_safe(" · ".join(fact for fact in facts if fact)), "dim")
+    )
 
 
 def _message(node: Node) -> Iterator[Text]:
@@ -98,7 +102,7 @@ def _tokens(node: Node, renderer: Renderer, marks: bool) -> Iterator[Text]:
 
 def _judgements(node: Node, signals: list[Signal]) -> Iterator[Text]:
     if node.failure:
-        yield Text(f"✗ {node.failure}", style="red")
+        yield Text(f"✗ {_safe(node.failure)}", style="red")
     yield from (_signal(signal) for signal in signals if signal.node == node.id)
 
 
@@ -117,10 +121,10 @@ def _ending(trajectory: Trajectory) -> Iterator[Text]:
     if trajectory.outcome.detail:
         yield Text(_safe(trajectory.outcome.detail), style="dim")
     yield from (_signal(signal) for signal in trajectory.signals if signal.node is None)
-    total, trained = sum(len(node.tokens) for node in trajectory.nodes), trajectory.sampled_tokens()
+    total, sampled = sum(len(node.tokens) for node in trajectory.nodes), trajectory.sampled_tokens()
     counts = [f"{len(trajectory.nodes)} messages", f"{len(trajectory.leaves())} paths"]
     if total:
-        counts.append(f"{total} tokens, {trained} trained ({trained / total:.0%})")
+        counts.append(f"{total} tokens, {sampled} sampled ({sampled / total:.0%})")
     if trajectory.seconds is not None:
         counts.append(f"{trajectory.seconds:.1f} s")
     yield Text(" · ".join(counts), style="dim")

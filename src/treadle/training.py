@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from treadle.batch import DropReport, Example, divisor, pack
+from treadle.batch import DropReport, Example, divisor, pack, unfit
+from treadle.errors import DataError
 from treadle.feedback.process import step_signals
 from treadle.learner import Learner
 from treadle.losses import Loss
@@ -112,7 +114,19 @@ def fit(
     log: Callable[[dict[str, float]], None],
     teacher: Learner | None = None,
 ) -> None:
-    """Epochs of updates with a rising and falling learning rate; one metrics row an update."""
+    """Epochs of updates with a rising and falling learning rate; one metrics row an update.
+
+    Rows of which nothing can be trained are left out first, and counted in a metrics row of their own.
+    """
+    reasons = [unfit(example, pack_tokens) for example in examples]
+    examples = [example for example, reason in zip(examples, reasons, strict=True) if reason is None]
+    left_out = Counter(reason for reason in reasons if reason)
+    if not examples:
+        told = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+        raise DataError(f"nothing to train in {len(reasons)} rows ({told}): pack_tokens is {pack_tokens}; raise it")
+    if left_out:
+        log({f"left out: {reason}": float(count) for reason, count in left_out.items()})
+        advance(sum(left_out.values()) * epochs)
     plan = list(batches(examples, rows, epochs, seed))
     for step, batch in enumerate(plan):
         rate = warmup_decay(step, len(plan), learning_rate)

@@ -18,6 +18,7 @@ from treadle.types import End, Layer, Node, Signal, TaskKind, ToolCall, Trajecto
 
 TEST_TOOLS = frozenset({"run_tests"})
 EDIT_TOOLS = frozenset({"replace", "edit"})
+UNDO_TOOL = "undo"
 _ALL_PASSED = re.compile(r"(\d+ )?passed\b")
 
 RIGHT_ACT = {
@@ -70,19 +71,28 @@ class _History:
     """What was tried along one path, and what is known to have failed."""
 
     def __init__(self) -> None:
-        self.edits: dict[bytes, int] = {}  # every edit tried -> the node that tried it first
-        self.failed: dict[bytes, str] = {}  # every call known to have failed -> how
+        self.edits: dict[bytes, int] = {}  # edits in place, in order -> the node that made each
+        self.tried: set[bytes] = set()  # every edit, also those turned down
+        self.failed: dict[bytes, str] = {}  # edits with which tests failed -> where
+        self.refused: dict[bytes, str] = {}  # calls turned down since the state last changed -> how
         self.failed_try = False  # tests have failed after an edit
 
     def repeats(self, call: ToolCall) -> str | None:
-        return self.failed.get(_key(call))
+        return self.failed.get(_key(call)) or self.refused.get(_key(call))
 
     def add(self, reply: Node, call: ToolCall, result: Node | None) -> None:
-        key = _key(call)
+        key, code = _key(call), why_invalid(call, result)
         if call.name in EDIT_TOOLS:
+            self.tried.add(key)
+        if code:
+            self.refused.setdefault(key, f"{code} at node {reply.id}")
+        elif call.name in EDIT_TOOLS:
             self.edits.setdefault(key, reply.id)
-        if code := why_invalid(call, result):
-            self.failed.setdefault(key, f"{code} at node {reply.id}")
+            self.refused.clear()  # what could not be done in one state may well be right in another
+        elif call.name == UNDO_TOOL:
+            self.refused.clear()
+            if self.edits:
+                self.edits.popitem()
         if result is not None and test_run_failed(result) and self.edits:
             self.failed_try = True
             for edit, node in self.edits.items():
@@ -154,7 +164,7 @@ def behaviour(trajectory: Trajectory, kind: TaskKind | None = None) -> Behaviour
             if call.name in EDIT_TOOLS:
                 found.edits += 1
                 found.edits_after_failure += history.failed_try
-                found.repeats_after_failure += history.failed_try and _key(call) in history.edits
+                found.repeats_after_failure += history.failed_try and _key(call) in history.tried
             if result is not None and is_test_run(result):
                 passed = not test_run_failed(result)
                 found.test_runs += 1

@@ -154,10 +154,10 @@ def _type(schema: Any) -> str:
     """A JSON schema as a short Python-like type; "any" where it says nothing about the type."""
     if not isinstance(schema, Mapping):
         return "any"
-    if "enum" in schema:
-        return "|".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
-    if kinds := schema.get("anyOf") or schema.get("oneOf"):
+    if isinstance(values := schema.get("enum"), list):
+        return "|".join(json.dumps(value, ensure_ascii=False) for value in values)
+    if isinstance(kinds := schema.get("anyOf") or schema.get("oneOf"), list):
         return "|".join(_type(kind) for kind in kinds)
-    named = schema.get("type", ())
-    names = [named] if isinstance(named, str) else named
+    named = schema.get("type")
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
     return "|".join(_TYPES.get(name, str(name)) for name in names) or "any"

@@ -10,14 +10,16 @@ is trained once.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import uuid
 from collections.abc import Sequence
 
 import msgspec
+from sqlalchemy.exc import SQLAlchemyError
 
 from treadle.engine.base import Engine, Sample
-from treadle.errors import UserError
+from treadle.errors import TreadleError, UserError
 from treadle.pool.scrub import Scrubber
 from treadle.render.base import Renderer
 from treadle.rollout import CLEAN_STOPS, act_of, append, append_reply
@@ -134,11 +136,18 @@ class Sessions:
         return reply
 
     async def sweep(self) -> None:
-        """Store what has gone silent, and forget the oldest of what is stored."""
+        """Store what has gone silent, and forget the oldest of what is stored.
+
+        One that can't be stored now is counted, told, and tried again; it holds up no other.
+        """
         now = time.monotonic()
         for served in list(self._known.values()):
             if served.waiting == 0 and now - served.touched >= self.idle_seconds:
-                await self._store(served, served.end or End.INTERRUPTED)
+                try:
+                    await self._store(served, served.end or End.INTERRUPTED)
+                except (TreadleError, SQLAlchemyError, OverflowError) as error:
+                    self.counts["not stored"] += 1
+                    print(f"treadle: session {served.trajectory.id} could not be stored: {error}", file=sys.stderr)
         stored = sorted((served for served in self._known.values() if served.stored), key=lambda served: served.touched)
         for served in stored[:-KEPT]:
             del self._known[served.trajectory.id]

@@ -14,7 +14,7 @@ import msgspec
 from treadle.engine.base import Sample
 from treadle.errors import UserError, unknown
 from treadle.render.base import same_message
-from treadle.types import Effect, Message, StopReason, Tool, ToolCall
+from treadle.types import Effect, Message, StopReason, Tool, ToolCall, to_msgpack
 
 # parameters that may be sent with the value that changes nothing, and why another value is refused
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -167,6 +167,10 @@ def read_request(body: bytes, model: str) -> Request:
         raise RequestError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise RequestError("the request body must be a JSON object")
+    try:
+        to_msgpack(data)
+    except (OverflowError, RecursionError) as error:
+        raise RequestError(f"the request holds what can't be recorded: {error}") from None
     honoured = {field.name for field in msgspec.structs.fields(Request)}
     for key, value in list(data.items()):
         if key in NEUTRAL:

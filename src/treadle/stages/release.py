@@ -1,16 +1,17 @@
 """release: candidate → deployable, or a refusal with its reason.
 
 The gate is non-inferiority on held-out tasks: the candidate passes a criterion when the 95 % interval of its difference
-to the incumbent, over the same episodes, excludes a loss larger than the margin.
+to the incumbent, over the same episodes, excludes a loss larger than the margin. A candidate that gets nothing right is
+refused whatever the incumbent does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from treadle.metrics import paired_difference
+from treadle.metrics import Difference, paired_difference, paired_rates
 from treadle.types import Checkpoint, Task, TaskKind, Trajectory
 from treadle.workspace import Workspace
 
@@ -67,7 +68,7 @@ def judge(new: Played, old: Played, candidate: str, incumbent: str, margin: floa
     """Success on what is to be solved, right acts on what is not, tokens where both solved.
 
     A pair with an ungraded side leaves all. A policy that gives up at once is cheap, so only what both solved says
-    which is dearer.
+    which is dearer. Boundary tasks are few: their bootstrap interval shows a collapse, not a small loss.
     """
     played = [(task, a, b) for (task, a), (_, b) in zip(new, old, strict=True)]
     solvable = [(a, b) for task, a, b in played if task.kind is TaskKind.SOLVABLE]
@@ -75,11 +76,14 @@ def judge(new: Played, old: Played, candidate: str, incumbent: str, margin: floa
     both = [(a, b) for a, b in solvable if _reward(a) == _reward(b) == 1]
     costs = [float(b.sampled_tokens()) for _, b in both]
     dearest = cost_margin * sum(costs) / max(1, len(costs))
-    criteria = (
-        _criterion("success", solvable, _reward, -margin),
+    criteria: tuple[Criterion, ...] = (
+        _criterion("success", solvable, _solved, -margin, paired_rates),
         _criterion("boundary acts", boundary, _reward, -2 * margin),
         _criterion("tokens where both solved", both, lambda t: -float(t.sampled_tokens()), -dearest),
     )
+    right = any(_solved(trajectory) for _, trajectory in new)
+    anything = Criterion("anything right", float(right), float(right), float(right), 1.0, passed=right)
+    criteria = criteria if right else (*criteria, anything)
     return Verdict(candidate, incumbent, all(c.passed for c in criteria), criteria)
 
 
@@ -91,11 +95,21 @@ def _graded(pairs: list[Pair]) -> list[Pair]:
     return [(a, b) for a, b in pairs if a.outcome.reward is not None and b.outcome.reward is not None]
 
 
-def _criterion(name: str, pairs: list[Pair], value: Callable[[Trajectory], float], bound: float) -> Criterion:
+def _solved(trajectory: Trajectory) -> bool:
+    return _reward(trajectory) == 1
+
+
+def _criterion(
+    name: str,
+    pairs: list[Pair],
+    value: Callable[[Trajectory], float],
+    bound: float,
+    compare: Callable[[Sequence[float], Sequence[float]], Difference] = paired_difference,
+) -> Criterion:
     graded = _graded(pairs)
     left_out = len(pairs) - len(graded)
     if not graded:
         return Criterion(name, None, None, None, bound, passed=not pairs, left_out=left_out)
-    found = paired_difference([value(a) for a, _ in graded], [value(b) for _, b in graded])
+    found = compare([value(a) for a, _ in graded], [value(b) for _, b in graded])
     passed = found.low >= bound
     return Criterion(name, found.mean, found.low, found.high, bound, passed, pairs=len(graded), left_out=left_out)

@@ -58,7 +58,7 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
         if not examples:
             raise DataError(
                 f"rl step {step}: none of {len(groups)} groups has anything to tell its rollouts apart "
-                f"(mean reward {facts['reward']:.2f}, {facts['ungraded']:.0f} rollouts ungraded): "
+                f"(mean reward {facts['reward']}, {facts['ungraded']:.0f} rollouts ungraded): "
                 "raise rl.group or rl.refills, or train longer before RL"
             )
         metrics = _improve(ws, learner, examples, loss)
@@ -172,7 +172,7 @@ def _signals(trajectory: Trajectory) -> dict[int, float]:
     return values
 
 
-def credit(groups: list[Group], signal_weight: float) -> tuple[list[Example], dict[str, float]]:
+def credit(groups: list[Group], signal_weight: float) -> tuple[list[Example], dict[str, float | None]]:
     """Examples of all groups that tell their rollouts apart, and the facts of the step.
 
     Ungraded rollouts (infrastructure) give no example and no statistic.
@@ -194,12 +194,17 @@ def credit(groups: list[Group], signal_weight: float) -> tuple[list[Example], di
     calls = sum(b.calls for b in behaviours)
     edits = sum(b.edits_after_failure for b in behaviours)
     return examples, {
-        "reward": sum(t.outcome.reward or 0.0 for t in graded) / max(1, len(graded)),
+        "reward": _share(sum(t.outcome.reward or 0.0 for t in graded), len(graded)),
         "groups": float(len(groups)),
         "flat_groups": float(flat),
         "ungraded": float(sum(map(len, groups)) - len(graded)),
         "rows": float(len(examples)),
-        "invalid_calls": sum(b.invalid_calls for b in behaviours) / max(1, calls),
-        "repeats": sum(b.repeats_after_failure for b in behaviours) / max(1, edits),
-        "sampled_tokens": sum(t.sampled_tokens() for t in graded) / max(1, len(graded)),
+        "invalid_calls": _share(sum(b.invalid_calls for b in behaviours), calls),
+        "repeats": _share(sum(b.repeats_after_failure for b in behaviours), edits),
+        "sampled_tokens": _share(sum(t.sampled_tokens() for t in graded), len(graded)),
     }
+
+
+def _share(part: float, whole: int) -> float | None:
+    """None where nothing was counted."""
+    return part / whole if whole else None

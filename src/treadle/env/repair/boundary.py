@@ -100,6 +100,8 @@ def contradiction(text: str, test: str, name: str) -> str:
             for inner in node.body:
                 if not isinstance(inner, ast.Assert) or inner.lineno != inner.end_lineno:
                     continue
+                if not lines[inner.lineno - 1].isascii():  # ast counts bytes
+                    continue
                 if isinstance(inner.test, ast.Compare) and isinstance(inner.test.ops[0], ast.Eq):
                     assertion = lines[inner.lineno - 1]
                     at = assertion.index("==", inner.test.left.end_col_offset)

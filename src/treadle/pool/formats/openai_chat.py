@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     if isinstance(messages, str):
         try:
             messages = json.loads(messages, parse_constant=lambda _: None)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRecord("bad_messages", f"'messages' is text that is not JSON: {error}") from error
     if not isinstance(messages, list) or not messages:
         raise BadRecord("no_messages", "expected a non-empty list under 'messages'")
@@ -152,7 +153,7 @@ def _untrained(given: dict[str, Any], messages: list[dict[str, Any]]) -> set[int
 
 def _failures(given: dict[str, Any]) -> dict[int, str]:
     failures = given.get("failures") or {}
-    if not isinstance(failures, dict) or not all(str(key).isdigit() for key in failures):
+    if not isinstance(failures, dict) or not all(re.fullmatch("[0-9]{1,9}", str(key)) for key in failures):
         raise BadRecord("bad_failures", f"'failures' must map message indexes to codes, found {failures!r}")
     return {int(key): str(code) for key, code in failures.items()}
 
@@ -198,7 +199,7 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
     if isinstance(tools, str):  # like messages, found as JSON text
         try:
             tools = json.loads(tools)
-        except ValueError:
+        except (ValueError, RecursionError):
             return []
     return tools if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools) else []
 

@@ -204,7 +204,7 @@ def written_arguments(call: ToolCall) -> str:
         return json.dumps(call.arguments, ensure_ascii=False)
     before, after = _raw(call.name, "\0").split("\0")
     inside = call.raw.startswith(before) and call.raw.endswith(after)
-    return call.raw[len(before) : -len(after)] if inside else call.raw
+    return call.raw[len(before) : len(call.raw) - len(after)] if inside else call.raw
 
 
 def _raw(name: str, arguments: str) -> str:
