@@ -25,12 +25,13 @@ from treadle.env.repair import (
     open_bench,
     solver_script,
 )
-from treadle.env.repair.bench import Job, TestBench
+from treadle.env.repair.bench import Job, TestBench, open_bench
 from treadle.env.repair.boundary import contradiction
 from treadle.env.repair.mutate import MAKERS, functions, misspelt, undoing
 from treadle.env.repair.packages import package_sources
 from treadle.env.repair.session import SHOWN, RepairSession
-from treadle.errors import DataError
+from treadle.errors import DataError, SandboxDead
+from treadle.sandbox.bwrap import BwrapSandbox
 from treadle.types import End, Message, Split, Task, TaskKind, ToolCall, fingerprint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -305,6 +306,18 @@ async def test_without_memory_the_same_text_comes_from_new_runs(cache: Path) -> 
         assert first == second  # no addresses, no order of a set that changes from run to run
     finally:
         await environment.close()
+
+
+async def test_a_dead_sandbox_is_replaced(cache: Path) -> None:
+    """F53: one that stayed in rotation would answer at once, and so lose most of the runs that follow."""
+    bench = await open_bench([TINY], cache, sandboxes=1, memo=False)
+    (sandbox,) = bench._sandboxes
+    assert isinstance(sandbox, BwrapSandbox)
+    sandbox._process.kill()
+    with pytest.raises(SandboxDead):
+        await bench.verdicts("tiny", {}, [TEST_TOTAL])
+    assert (await bench.verdicts("tiny", {}, [TEST_TOTAL]))[TEST_TOTAL].passed
+    await bench.close()
 
 
 async def test_F35_no_copy_of_the_right_source_is_in_reach(bench: TestBench) -> None:

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from treadle.env.check import call_message
+from treadle.env.repair.contract import contract
+from treadle.models import tiny_tokenizer
+from treadle.render.chatml import ChatML
 from treadle.stages.release import Played, judge
 from treadle.stages.rl import credit
 from treadle.stages.shape import pairs_of, parting
-from treadle.training import batches, imitation, warmup_decay
+from treadle.training import batches, demonstrations, imitation, warmup_decay
 from treadle.types import End, Message, Node, Outcome, Source, Task, TaskKind, ToolCall, Trajectory
 
 
@@ -174,3 +178,24 @@ def test_every_item_is_trained_once_an_epoch() -> None:
     rates = [warmup_decay(step, 20, 1.0) for step in range(20)]
     assert max(rates) == 1.0
     assert rates[0] < 1.0 and rates[-1] == pytest.approx(0.15, abs=0.05)
+
+
+def test_logs_that_call_other_tools_are_left_out_and_counted() -> None:
+    """F21: under this contract's tool block they would teach calls that nobody declared."""
+    ours, foreign = (call_message(name, {}) for name in ("submit", "get_order"))
+    told = Message(role="user", content="please")
+    rows = [
+        Trajectory(
+            id=name,
+            task_id=None,
+            environment="e",
+            contract=None,
+            source=Source.LOG,
+            policy="p",
+            nodes=[Node(id=0, parent=None, message=told), Node(id=1, parent=0, message=message)],
+        )
+        for name, message in (("ours", ours), ("foreign", foreign))
+    ]
+    kept, left_out = demonstrations(rows, ChatML(tiny_tokenizer()), contract())
+    assert ([t.id for t in kept], left_out) == (["ours"], 1)
+    assert all(node.tokens for node in kept[0].nodes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -14,7 +14,7 @@ from treadle.errors import DataError
 from treadle.feedback.process import step_signals
 from treadle.learner import Learner
 from treadle.losses import Loss
-from treadle.render.base import Renderer
+from treadle.render.base import Renderer, undeclared_calls
 from treadle.types import Contract, Node, Trajectory
 
 Item = TypeVar("Item")
@@ -29,6 +29,24 @@ def tokenised(trajectory: Trajectory, renderer: Renderer, contract: Contract) ->
         return trajectory
     nodes = [_tokenised(node, renderer, contract) for node in trajectory.nodes]
     return msgspec.structs.replace(trajectory, nodes=nodes)
+
+
+def demonstrations(
+    trajectories: Iterable[Trajectory], renderer: Renderer, contract: Contract
+) -> tuple[list[Trajectory], int]:
+    """Token rows of what may be imitated under a contract, and how many were left out.
+
+    Text that calls tools of another contract is: under this one's tool block it would teach calls nobody declared.
+    """
+    kept: list[Trajectory] = []
+    foreign = 0
+    for trajectory in trajectories:
+        text_only = not any(node.tokens for node in trajectory.nodes)
+        if text_only and undeclared_calls([node.message for node in trajectory.nodes], contract.tools):
+            foreign += 1
+        else:
+            kept.append(tokenised(trajectory, renderer, contract))
+    return kept, foreign
 
 
 def _tokenised(node: Node, renderer: Renderer, contract: Contract) -> Node:

@@ -17,7 +17,7 @@ from treadle.learner import Learner, kept_layers, prune_layers
 from treadle.losses import forward_kl, reverse_kl
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
-from treadle.training import cuts, fit, imitation, tokenised, update
+from treadle.training import cuts, demonstrations, fit, imitation, update
 from treadle.types import Checkpoint, Task, Trajectory
 from treadle.workspace import Workspace
 
@@ -27,8 +27,8 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
     settings = ws.config.distill
     tasks = _mixed(ws)
     runs = await _teacher_runs(ws, teacher, tasks)
-    demonstrations = [tokenised(t, ws.renderer, ws.contract) for t in ws.store.training_trajectories("sft")]
-    examples = [imitation(t) for t in [*runs, *demonstrations]]
+    shown, _ = demonstrations(ws.store.training_trajectories("sft"), ws.renderer, ws.contract)
+    examples = [imitation(t) for t in [*runs, *shown]]
     guide = ws.learner(teacher)
     folder = prune_layers(
         teacher.path,

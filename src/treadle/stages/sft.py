@@ -5,17 +5,23 @@ from __future__ import annotations
 from treadle.errors import DataError
 from treadle.losses import cross_entropy
 from treadle.report import Run
-from treadle.training import fit, imitation, tokenised
+from treadle.training import demonstrations, fit, imitation
 from treadle.types import Checkpoint
 from treadle.workspace import Workspace
 
 
 async def sft(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
-    """Raises DataError when no trajectory is admitted for SFT."""
+    """Raises DataError when no trajectory is admitted for SFT, or none that speaks the contract's tools."""
     settings = ws.config.sft
-    rows = [tokenised(t, ws.renderer, ws.contract) for t in ws.store.training_trajectories("sft")]
+    rows, foreign = demonstrations(ws.store.training_trajectories("sft"), ws.renderer, ws.contract)
+    if not rows and foreign:
+        raise DataError(
+            f"all {foreign} admitted trajectories call tools that {ws.contract.environment!r} does not have"
+        )
     if not rows:
         raise DataError("no trajectory is admitted for SFT: run `treadle ingest` and `treadle curate` first")
+    if foreign:
+        ws.console.print(f"sft: {foreign} trajectories call tools that {ws.contract.environment!r} lacks: left out")
     learner = ws.learner(parent)
     with ws.progress("sft", len(rows) * settings.epochs) as advance:
         fit(

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
 import msgspec
 
 from treadle.env.repair.packages import PACKAGES, PYTEST, Package, PackageSource, compile_tree, package_sources
+from treadle.errors import SandboxDead, TreadleError
 from treadle.sandbox.base import Sandbox
 from treadle.sandbox.bwrap import open_sandbox, prepare_template, sandbox_venv
 from treadle.sandbox.places import shared_folder
@@ -84,16 +85,25 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class TestBench:
-    """`sandboxes` are open on a tree that holds each package under its own name; `python` is theirs."""
+    """`sandboxes` are open on a tree that holds each package under its own name; `python` is theirs.
+
+    One that died is replaced by what `reopen` gives.
+    """
 
     __test__ = False  # not a test, whatever pytest thinks of its name
 
     def __init__(
-        self, sandboxes: Sequence[Sandbox], sources: Mapping[str, PackageSource], python: str, memo: bool = True
+        self,
+        sandboxes: Sequence[Sandbox],
+        reopen: Callable[[], Awaitable[Sandbox]],
+        sources: Mapping[str, PackageSource],
+        python: str,
+        memo: bool = True,
     ) -> None:
         self.sources = sources
         self.runs = 0  # runs that were really made
         self._sandboxes = list(sandboxes)
+        self._reopen = reopen
         self._free: asyncio.Queue[Sandbox] = asyncio.Queue()
         for sandbox in sandboxes:
             self._free.put_nowait(sandbox)
@@ -154,8 +164,18 @@ class TestBench:
         try:
             await sandbox.reset()
             yield sandbox
+        except SandboxDead:
+            with suppress(TreadleError):  # where none can be had, the dead one says so again
+                sandbox = await self._replaced(sandbox)
+            raise
         finally:
             self._free.put_nowait(sandbox)
+
+    async def _replaced(self, dead: Sandbox) -> Sandbox:
+        await dead.close()
+        fresh = await self._reopen()
+        self._sandboxes[self._sandboxes.index(dead)] = fresh
+        return fresh
 
     def _state(self, package: str, files: Mapping[str, str]) -> str:
         """Of the files that differ from the pristine package: a fix gives the same state as never breaking it."""
@@ -180,8 +200,11 @@ async def open_bench(
     python = await asyncio.to_thread(sandbox_venv, [PYTEST]) / "bin/python"
     await asyncio.to_thread(compile_tree, tree, sources.values(), python)
     template = await asyncio.to_thread(prepare_template, tree, "repair")
-    opened = [await open_sandbox(template, python=python) for _ in range(sandboxes)]
-    return TestBench(opened, sources, str(python), memo)
+
+    async def opened() -> Sandbox:
+        return await open_sandbox(template, python=python)
+
+    return TestBench([await opened() for _ in range(sandboxes)], opened, sources, str(python), memo)
 
 
 def _answer(output: str, nonce: str, jobs: Sequence[Job]) -> list[list[Run]]:
