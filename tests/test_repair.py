@@ -25,7 +25,7 @@ from treadle.env.repair import (
     open_bench,
     solver_script,
 )
-from treadle.env.repair.bench import Job, TestBench, open_bench
+from treadle.env.repair.bench import Job, TestBench
 from treadle.env.repair.boundary import contradiction
 from treadle.env.repair.mutate import MAKERS, functions, misspelt, undoing
 from treadle.env.repair.packages import package_sources
