@@ -156,7 +156,6 @@ def ingest(
     folder: Folder = HERE,
 ) -> None:
     """Read raw logs into the store: calls paired with results, secrets scrubbed, broken records set aside."""
-
     from treadle.pool.ingest import ingest
 
     _tell(dict(to_builtins(_stored(folder, lambda store: ingest(paths, store)))))
@@ -165,7 +164,6 @@ def ingest(
 @app.command()
 def curate(folder: Folder = HERE) -> None:
     """Give every record a disposition and a reason: train, evaluate, hold out, boundary, quarantine, drop."""
-
     from treadle.pool.curate import curate
 
     _tell(dict(to_builtins(_stored(folder, curate))))
@@ -287,9 +285,9 @@ def show(
         raise UserError(f"no trajectory {trajectory!r}: `treadle status --policy CHECKPOINT` lists a checkpoint's")
     renderer = None
     if tokens:
-        from treadle.workspace import base_checkpoint, renderer_of
+        from treadle.workspace import renderer_of
 
-        renderer = renderer_of(base_checkpoint(config.load(folder / "treadle.toml").model.base))
+        renderer = renderer_of(_base(folder))
     print_trajectory(Console(), found, renderer)
 
 
@@ -302,7 +300,7 @@ def status(
 
     def tell(store: Store) -> None:
         if policy is not None:
-            for t in store.trajectories(policy=_base_id(folder) if policy == "base" else policy):
+            for t in store.trajectories(policy=_base(folder).id if policy == "base" else policy):
                 print(f"{t.id}  {t.outcome.end}  reward {t.outcome.reward}  {t.sampled_tokens()} tokens")
             return
         print("base")
@@ -359,10 +357,10 @@ def _train(
     print(_run(folder, overrides, work))
 
 
-def _base_id(folder: Path) -> str:
+def _base(folder: Path) -> Checkpoint:
     from treadle.workspace import base_checkpoint
 
-    return base_checkpoint(config.load(folder / "treadle.toml").model.base).id
+    return base_checkpoint(config.load(folder / "treadle.toml").model.base)
 
 
 def _tell(result: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from treadle.render.base import Renderer
 from treadle.types import Node, Outcome, Signal, ToolCall, Trajectory
 
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
-TRAINED, CONTEXT = "bold green", "dim"
+SAMPLED, CONTEXT = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"  # around sampled tokens where there is no colour
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -87,15 +87,15 @@ def _call(call: ToolCall) -> Text:
 
 
 def _tokens(node: Node, renderer: Renderer, marks: bool) -> Iterator[Text]:
-    """Runs of trained and untrained tokens: decoded run by run, since one character may be several tokens.
+    """Runs of sampled and other tokens: decoded run by run, since one character may be several tokens.
 
     The newline that joins a message to the one before is shown as a sign, not as an empty line.
     """
     text = Text()
-    for trained, run in groupby(zip(node.tokens, node.mask, strict=True), key=lambda pair: pair[1]):
+    for sampled, run in groupby(zip(node.tokens, node.mask, strict=True), key=lambda pair: pair[1]):
         piece = _safe(renderer.decode([token for token, _ in run]))
         piece = f"↵{piece[1:]}" if piece.startswith("\n") and not text else piece
-        text.append(f"{OPEN}{piece}{CLOSE}" if trained and marks else piece, style=TRAINED if trained else CONTEXT)
+        text.append(f"{OPEN}{piece}{CLOSE}" if sampled and marks else piece, style=SAMPLED if sampled else CONTEXT)
     yield text
     yield from (_call(call) for call in node.message.tool_calls if call.arguments is None)
 
