@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -135,6 +136,18 @@ def test_rollouts_carry_what_training_needs(turned: Path) -> None:
             sampled = [i for i, m in enumerate(node.mask) if m]
             assert all(node.log_probs[i] is not None and node.versions[i] is not None for i in sampled)
     store.close()
+
+
+def test_rl_goes_on_past_steps_without_signal_and_fails_if_all_are(turned: Path, tmp_path: Path) -> None:
+    """The base does nothing right, and nothing wrong that is worth a step signal here: every group is flat."""
+    folder = shutil.copytree(turned, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
+    settings = ("rl.steps=2", "rl.tasks=1", "rl.refills=0", "rl.signal_weight=0")
+    command = [TREADLE, "rl", "base", "-w", str(folder), *(word for each in settings for word in ("--set", each))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=MINUTES, check=False)
+    assert done.returncode == 1
+    assert "no group of step 1 tells" in done.stderr and "no group of step 2 tells" in done.stderr
+    assert "no group of 2 steps told its rollouts apart" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_next_turn_takes_in_what_was_served(turned: Path) -> None:

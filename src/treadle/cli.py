@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import importlib.util
-import os
 import sys
 from collections.abc import Awaitable, Callable
 from importlib import metadata
@@ -42,8 +41,6 @@ T = TypeVar("T")
 
 def main() -> None:
     """Entry point: a UserError is one clear line and exit code 2."""
-    # MKL's results may depend on where arrays happen to lie; this mode's do not. Read once, when torch is loaded.
-    os.environ.setdefault("MKL_CBWR", "AUTO")
     try:
         app()
     except UserError as error:

@@ -27,7 +27,9 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
     settings = ws.config.distill
     tasks = _mixed(ws)
     runs = await _teacher_runs(ws, teacher, tasks)
-    shown, _ = demonstrations(ws.store.training_trajectories("sft"), ws.renderer, ws.contract)
+    shown, foreign = demonstrations(ws.store.training_trajectories("sft"), ws.renderer, ws.contract)
+    if foreign:
+        ws.console.print(f"distill: {foreign} trajectories call tools that {ws.contract.environment!r} lacks: left out")
     examples = [imitation(t) for t in [*runs, *shown]]
     guide = ws.learner(teacher)
     folder = prune_layers(

@@ -32,7 +32,7 @@ COUNTS = {"tokens", "tokens_computed", "tokens_trained", "seconds", "dropped_row
 
 
 async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
-    """Resumes after the last finished step. Raises DataError when a step has nothing to train on."""
+    """Resumes after the last finished step. Says which steps had nothing to learn from; DataError when all had."""
     settings = ws.config.rl
     tasks = ws.training_tasks()
     data = [fingerprint([task.id for task in tasks])]
@@ -52,20 +52,23 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
         await engine.load_weights(learner.state(), parent.updates + learner.updates)
         groups = await _sample(ws, engine, parent, curriculum, step)
         examples, facts = credit(groups, settings.signal_weight)
-        if not examples and facts["reward"] == 1:
-            ws.console.print(f"rl: every rollout of step {step + 1} solved its task: nothing left to learn from them")
-            break
         if not examples:
-            raise DataError(
-                f"rl step {step}: none of {len(groups)} groups has anything to tell its rollouts apart "
-                f"(mean reward {facts['reward']}, {facts['ungraded']:.0f} rollouts ungraded): "
-                "raise rl.group or rl.refills, or train longer before RL"
+            ws.console.print(
+                f"rl: no group of step {step + 1} tells its rollouts apart (mean reward {facts['reward']}, "
+                f"{facts['ungraded']:.0f} rollouts ungraded): nothing is learnt from it"
             )
+            run.log("rl", step=step, **facts)
+            continue
         metrics = _improve(ws, learner, examples, loss)
         # Told before it is saved: a kill in between tells the step twice, and never loses it.
         run.log("rl", step=step, **facts, **metrics)
         learner.save(ws.path / "checkpoints" / f"{_prefix(ws, parent)}{step + 1:04d}")
         _forget({n: folder for n, folder in _states(ws, parent).items() if n <= step})
+    if learner.updates == 0:
+        raise DataError(
+            f"rl: no group of {settings.steps} steps told its rollouts apart, so nothing was learnt: raise rl.group "
+            "or rl.refills, train longer before RL, or give harder tasks where all were solved"
+        )
     checkpoint = ws.save(learner, "rl", parent, data)
     await engine.load_weights(learner.state(), checkpoint.updates)
     ws.holds(checkpoint)
@@ -87,7 +90,8 @@ def _forget(states: dict[int, Path]) -> None:
 def _improve(ws: Workspace, learner: Learner, examples: list[Example], loss: Loss) -> dict[str, float]:
     """One update a minibatch; the old policy is the one before the first of them. Counts are sums, the rest the last's.
 
-    A group's rows stay together, so that what they share is still computed once.
+    A group's rows stay together, so that what they share is still computed once. The first minibatch needs no
+    log-probs of the old policy from beforehand: it is trained on with the old weights themselves.
     """
     settings = ws.config.rl
     groups: dict[str | None, list[Example]] = {}
@@ -97,10 +101,9 @@ def _improve(ws: Workspace, learner: Learner, examples: list[Example], loss: Los
     order = np.random.default_rng([ws.config.seed, learner.updates]).permutation(len(rows))
     parts = np.array_split(order, min(settings.minibatches, len(rows)))
     plan = [pack([row for i in sorted(part) for row in rows[i]], ws.config.pack_tokens) for part in parts]
-    if len(plan) > 1:
-        for packs, _ in plan:
-            for each, logp_N in zip(packs, learner.log_probs(packs), strict=True):
-                each.old_logp_N = logp_N
+    for packs, _ in plan[1:]:
+        for each, logp_N in zip(packs, learner.log_probs(packs), strict=True):
+            each.old_logp_N = logp_N
     metrics: dict[str, float] = {}
     counts: Counter[str] = Counter()
     for packs, report in plan:
