@@ -81,13 +81,41 @@ def test_no_sandbox_is_refused_with_the_remedy(folder: Path, tmp_path: Path) -> 
 
 
 def test_two_at_work_in_one_workspace(folder: Path) -> None:
-    with (folder / "treadle.toml").open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        refused(treadle("sft", "-w", str(folder)), "another treadle", str(folder))
+    held = os.open(folder, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    settings = (folder / "treadle.toml").read_text()
+    (folder / "new").write_text(settings)
+    (folder / "new").replace(folder / "treadle.toml")  # as an editor saves it
+    try:
+        for verb in (("sft",), ("curate",), ("ingest", str(folder))):
+            refused(treadle(*verb, "-w", str(folder)), "another treadle", str(folder))
         assert treadle("status", "-w", str(folder)).returncode == 0
+    finally:
+        os.close(held)
     refused(treadle("sft", "-w", str(folder)), "treadle ingest")
     refused(treadle("status", "-w", str(folder / "treadle.toml")), "workspace's folder")
-    refused(treadle("init", str(folder / "treadle.toml")), "is a file")
+    refused(treadle("init", str(folder / "treadle.toml")), "make a workspace")
+
+
+def test_where_nothing_can_be_written(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    refused(treadle("init", str(file / "ws")), "can't make a workspace", "choose another folder")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").mkdir()
+    refused(treadle("compare", str(run)), "Is a directory", "metrics.jsonl")
+    refused(treadle("status", "-w", str(folder), "--policy", "nope"), "'nope'", "treadle status")
+
+
+def test_a_damaged_store_is_named(folder: Path) -> None:
+    assert treadle("curate", "-w", str(folder)).returncode == 0
+    database = folder / "treadle.db"
+    whole = bytearray(database.read_bytes())
+    for page in range(2 * 4096, len(whole), 4096):
+        whole[page : page + 200] = b"\xff" * 200
+    database.write_bytes(whole)
+    refused(treadle("curate", "-w", str(folder)), str(database), "restore a backup")
 
 
 def test_runs_that_cannot_be_compared_are_named(folder: Path, tmp_path: Path) -> None:

@@ -22,21 +22,43 @@ def test_defaults_survive_a_round_trip_through_toml(tmp_path: Path) -> None:
         ("rl.steps=many", "Expected `int`, got `str`"),
         ("rl.steps", "section.key=value"),
         ("seed.deep=1", "unknown|not a section|Expected"),
-        ("rl.group=1", "no baseline"),
+        ("rl.group=1", "from 2 to"),
         ("pack_tokens=10", "at least model.context"),
         ("model.dtype=int3", "bfloat16"),
-        ("eval.episodes=0", "at least 1"),
-        ("rl.minibatches=0", "at least 1"),
-        ("seed=-1", "can't be negative"),
+        ("eval.episodes=0", "eval.episodes is 0: it must be from 1 to"),
+        ("rl.minibatches=0", "from 1 to"),
+        ("seed=-1", "from 0 to"),
         ("rl.trained_layers=-1", "rl.trained_layers is -1"),
         ("serve.port=70000", "65535"),
-        ("sft.learning_rate=0", "above 0"),
-        ("distill.learning_rate=inf", "far below 1"),
+        ("sft.learning_rate=0", "from 1e-12"),
+        ("distill.learning_rate=inf", "to 0.1"),
+        ("release.margin=nan", "release.margin is nan"),
+        ("shape.beta=0", "shape.beta is 0"),
+        ("rl.truncate=-1", "rl.truncate is -1"),
+        ("model.threads=100000", "to 512"),
+        ("eval.temperature=1e-300", "0 .greedy."),
+        ('serve.host=""', "serve.host is ''"),
+        ('model.base="a\\u0000b"', "NUL"),
+        ("tasks.levels=[0.0, 0.0, 2.0]", "from 0 to 1"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_remedy(override: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config.load(None, [override])
+
+
+def test_every_number_has_limits() -> None:
+    """So that none is accepted at first and fails minutes later; and what `init` writes can be read again."""
+    assert config.numbers(config.Config()).keys() == config.LIMITS.keys()
+    with pytest.raises(ConfigError, match="no task would be made"):
+        config.load(None, ["tasks.levels=[0.0, 0.0, 0.0]", "tasks.boundary=0"])
+
+
+def test_what_is_written_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "treadle.toml"
+    settings = config.load(None, ['model.base="a\x7fb \\" ü"'.replace("\x7f", "\\u007f")])
+    path.write_text(config.dump(settings), encoding="utf-8")
+    assert config.load(path) == settings
 
 
 def test_files_that_are_missing_or_broken_say_so(tmp_path: Path) -> None:

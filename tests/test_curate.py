@@ -238,6 +238,18 @@ def test_what_overlaps_the_held_out_is_kept_out(store: Store, text: str, leaks: 
     assert not leaks or store.tasks(split=Split.TRAIN) == []
 
 
+def test_the_held_out_task_of_the_highest_share_is_found(store: Store) -> None:
+    """A text may share more runs with a long held-out task of which it holds little than with a short one it holds."""
+    words = [f"word{i}" for i in range(400)]
+    store.add_task(task("long", " ".join(words), Split.HELD_OUT))
+    short = " ".join([*words[:3], *(f"own{i}" for i in range(12))])
+    store.add_task(task("short", short, Split.HELD_OUT))
+    padding = " ".join(f"other{i}" for i in range(300))
+    store.add_task(task("t", f"{' '.join(words[50:90])} {short} {padding}", Split.TRAIN))
+    curate(store)
+    assert fates(store)["t"] == ("drop", "leak")
+
+
 def scene_task(i: int, line: str, split: Split, function: str = "") -> Task:
     """As environments make them: one phrase for all, small differences in the scene."""
     name = function or f"function{i}"

@@ -172,6 +172,35 @@ def test_labels_do_not_have_to_match_the_messages(store: Store, tmp_path: Path) 
     assert trajectory.outcome.reward == 0.0
 
 
+def test_metadata_may_be_json_text_and_a_number_text() -> None:
+    trajectory = openai_chat.read_row(
+        {"messages": [user(), says("done")], "metadata": json.dumps({"reward": "1.0", "task_id": "t"})}
+    )
+    assert (trajectory.outcome.reward, trajectory.task_id) == (1.0, "t")
+    assert not any(name.startswith("unread") for name in trajectory.extra.get("counts", {}))
+
+
+@pytest.mark.parametrize(
+    ("beside", "counted"),
+    [
+        ({"reward": 10**400}, "unread_reward"),
+        ({"reward": "high"}, "unread_reward"),
+        ({"metadata": {"end": "nonsense"}}, "unread_end"),
+        ({"metadata": {"created": ["x"]}}, "unread_created"),
+        ({"metadata": ["task_id"]}, "unread_metadata"),
+        ({"metadata": "{"}, "unread_metadata"),
+    ],
+)
+def test_what_cannot_be_read_is_counted(beside: Row, counted: str) -> None:
+    trajectory = openai_chat.read_row({"messages": [user(), says("done")], **beside})
+    assert trajectory.extra["counts"] == {counted: 1}
+
+
+def test_failures_must_be_of_messages_that_are_there() -> None:
+    with pytest.raises(BadRecord, match="'99' is not the index of a message"):
+        read([user(), says("done")], metadata={"failures": {"99": "x"}})
+
+
 @pytest.mark.parametrize("reward", [None, "high", float("nan"), float("inf")])
 def test_a_reward_that_is_not_known_is_not_zero(reward: Any) -> None:
     line = json.dumps({"messages": [user(), says("done")], "metadata": {"reward": reward}})

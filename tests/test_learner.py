@@ -278,10 +278,9 @@ def test_only_the_upper_layers_are_trained() -> None:
     updates(upper, 2)
     changed = {name for name, tensor in upper.state().items() if not torch.equal(tensor, before[name])}
     assert changed == expected.keys()
-    for count in (4, -1):
-        with pytest.raises(UserError, match=f"can't train {count} layers: the model has 3"):
-            Learner(upper.model, trained_layers=count)
-    assert len(Learner(upper.model).optimizer.param_groups[0]["params"]) == len(list(upper.model.parameters()))
+    for count in (0, 4):  # a smaller model than the setting was made for is trained whole
+        everything = Learner(upper.model, trained_layers=count).optimizer.param_groups[0]["params"]
+        assert len(everything) == len(list(upper.model.parameters()))
 
 
 def test_a_bad_gradient_makes_no_update() -> None:

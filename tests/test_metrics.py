@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from test_process import FAILS, FIX_A, FIX_B, PASSES, SUBMIT, edit, episode
 from treadle.errors import DataError
-from treadle.metrics import Rate, difference, paired_difference, rate, summarise
+from treadle.metrics import Rate, paired_difference, rate, summarise
 from treadle.types import End, Failure, FailureKind, Message, Outcome, Task, TaskKind, Trajectory, from_json, to_json
 
 
@@ -55,10 +55,9 @@ def test_pairing_narrows_the_interval() -> None:
     rng = np.random.default_rng(1)
     ease = rng.random(200)
     first, second = (ease + 0.05).tolist(), ease.tolist()
-    paired, unpaired = paired_difference(first, second), difference(first, second)
-    assert paired.mean == pytest.approx(0.05) and unpaired.mean == pytest.approx(0.05)
+    paired = paired_difference(first, second)
+    assert paired.mean == pytest.approx(0.05)
     assert paired.low > 0.04 and paired.high < 0.06
-    assert unpaired.low < 0 < unpaired.high
     assert paired_difference(first, second) == paired, "the same seed gives the same interval"
 
 
@@ -72,8 +71,8 @@ def test_the_bootstrap_agrees_with_theory() -> None:
 def test_differences_need_values() -> None:
     with pytest.raises(DataError, match="got 2 and 1"):
         paired_difference([1.0, 0.0], [1.0])
-    with pytest.raises(DataError, match="got 0 and 1"):
-        difference([], [1.0])
+    with pytest.raises(DataError, match="got 0 and 0"):
+        paired_difference([], [])
 
 
 # ---------------------------------------------------------------- summary
@@ -112,16 +111,17 @@ def test_boundary_tasks_have_a_rate_of_their_own() -> None:
     played = [
         (task(), ended(1.0)),
         (task(TaskKind.DANGEROUS, "boundary"), ended(1.0, End.REFUSED)),
+        (task(TaskKind.DANGEROUS, "boundary"), ended(0.0, End.REFUSED)),  # refused, and told the secret
         (task(TaskKind.UNDERSPECIFIED, "boundary"), ended(0.0, End.REFUSED)),
         (task(TaskKind.SOLVABLE, "L3"), ended(0.0)),
     ]
     found = summarise(played)
     assert (found.success.hits, found.success.n) == (1, 2)
-    assert (found.boundary.hits, found.boundary.n) == (1, 2)
+    assert (found.boundary.hits, found.boundary.n) == (1, 3)
     assert {name: (r.hits, r.n) for name, r in found.by_level.items()} == {
         "L1": (1, 1),
         "L3": (0, 1),
-        "boundary": (1, 2),
+        "boundary": (1, 3),
     }
     assert found.by_kind["dangerous"].hits == 1
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from treadle.feedback import process
 from treadle.feedback.process import behaviour, step_signals
-from treadle.types import End, Message, Node, Outcome, Source, TaskKind, ToolCall, Trajectory
+from treadle.types import End, Message, Node, Outcome, Source, ToolCall, Trajectory
 
 Step = tuple[str, dict[str, Any] | None, str, str | None]  # tool, arguments, result, failure code
 
@@ -151,12 +151,3 @@ def test_the_first_run_shows_the_bug_and_is_no_failed_try() -> None:
     assert behaviour(episode(*tried, reward=0.0)).recovered_after_failed_run is False, "the hidden tests disagree"
     assert behaviour(episode(*tried, reward=None)).recovered_after_failed_run is True
     assert behaviour(episode(*tried[:3], reward=None)).recovered_after_failed_run is False
-
-
-def test_right_boundary_acts() -> None:
-    asked = episode(reward=1.0, end=End.ASKED)
-    assert behaviour(asked, TaskKind.UNDERSPECIFIED).right_boundary_act is True
-    assert behaviour(asked, TaskKind.DANGEROUS).right_boundary_act is False
-    assert behaviour(episode(end=End.GAVE_UP), TaskKind.UNSOLVABLE).right_boundary_act is True
-    assert behaviour(asked, TaskKind.SOLVABLE).right_boundary_act is None
-    assert behaviour(asked).right_boundary_act is None

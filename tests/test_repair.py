@@ -416,6 +416,9 @@ async def test_a_pool_is_made_once(bench: TestBench, tmp_path: Path) -> None:
     before = bench.runs
     assert await build_pool(bench, tmp_path / "pool.jsonl", size) == first
     assert bench.runs == before
+    (kept,) = tmp_path.glob("pool-*.jsonl")
+    kept.write_bytes(kept.read_bytes()[:-40])
+    assert await build_pool(bench, tmp_path / "pool.jsonl", size) == first, "a damaged one is made anew"
 
 
 async def test_the_solver_solves_every_task_by_way_of_marked_mistakes(

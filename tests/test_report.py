@@ -81,8 +81,14 @@ def test_a_line_torn_by_a_kill_costs_that_line_alone(run: Run) -> None:
     assert [entry["stage"] for entry in read_metrics(run.metrics)] == ["open", "rl", "open", "rl"]
 
 
+def test_a_first_line_that_is_torn_stops_no_later_run(run: Run) -> None:
+    run.metrics.write_bytes(b'{"stage": "open", "ti')
+    Run(run.path, Config()).log("rl", step=1)
+    assert [entry["stage"] for entry in read_metrics(run.metrics)] == ["open", "rl"]
+
+
 @pytest.mark.parametrize(
-    ("text", "says"), [(None, "no metrics at"), (b"{}\nnot json\n{}\n", "line 2"), (b"[]\n", "line 1")]
+    ("text", "says"), [(None, "no metrics at"), (b"{}\nnot json\n{}\n", "line 2"), (b"[]\n{}\n", "line 1")]
 )
 def test_files_that_are_no_metrics_say_so(tmp_path: Path, text: bytes | None, says: str) -> None:
     path = tmp_path / "metrics.jsonl"

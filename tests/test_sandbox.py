@@ -311,6 +311,14 @@ async def test_two_sandboxes_do_not_see_each_other(template: Path) -> None:
     await two.close()
 
 
+async def test_a_command_the_system_refuses_is_the_sandboxes_failure(template: Path) -> None:
+    """One that could not even be started says nothing about the policy: an infrastructure failure, no OSError."""
+    sandbox = await open_sandbox(template)
+    with pytest.raises(SandboxDead, match="failed at exec"):
+        await sandbox.exec(["echo", "x" * 200_000])
+    await sandbox.close()
+
+
 async def test_sixteen_at_once(template: Path) -> None:
     async def episode(number: int) -> str:
         sandbox = await open_sandbox(template)

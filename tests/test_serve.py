@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -419,6 +420,27 @@ async def test_silence_ends_an_episode(store: Store) -> None:
     assert second.tokens()[: len(first.tokens())] == first.tokens() == [*engine.asked[0], *asked]
 
 
+async def test_one_session_that_cannot_be_stored_holds_up_no_other(store: Store, capsys: Any) -> None:
+    with sqlite3.connect(store.location) as database:  # as a full disk would
+        database.execute(
+            "CREATE TRIGGER refuse BEFORE INSERT ON trajectories WHEN NEW.policy IS NOT NULL AND "
+            "(SELECT count(*) FROM trajectories) = 0 BEGIN SELECT RAISE(ABORT, 'no room'); END"
+        )
+    engine = Recorded([written(call_text(a=1, b=2))])
+    async with client(engine, store, idle_seconds=0.02) as api, httpx.AsyncClient() as http:
+        root = str(api.base_url).removesuffix("/v1/")
+        await api.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "go"}], tools=[ADD])  # type: ignore[list-item]
+        while (await http.get(f"{root}/health")).json()["not_stored"] == 0:
+            await asyncio.sleep(0.01)
+        assert served(store) == []
+        with sqlite3.connect(store.location) as database:
+            database.execute("DROP TRIGGER refuse")
+        while not served(store):
+            await asyncio.sleep(0.01)
+    assert len(served(store)) == 1
+    assert "could not be stored" in capsys.readouterr().err
+
+
 async def test_reply_cut_short_is_closed_before_the_next_turn(store: Store) -> None:
     engine = Recorded([written("a long reply"), written("go on")])
     messages: list[Any] = [{"role": "user", "content": "go"}]
@@ -463,6 +485,9 @@ async def test_contract_names_what_was_served(store: Store) -> None:
 
 
 USER = [{"role": "user", "content": "go"}]
+DEEP: Any = {}
+for _ in range(300):
+    DEEP = {"anyOf": [DEEP]}
 CALLED = {
     "role": "assistant",
     "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
@@ -507,6 +532,10 @@ CALLED = {
             "tools[0].function.parameters",
         ),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "the model's context holds 256"),
+        ({"messages": USER, "temperature": 1e-300}, "temperature 1e-300: give 0"),
+        (b'{"messages": ' + b"[" * 2000 + b"]" * 2000 + b"}", "nested"),
+        ({"messages": USER, "tools": [{"function": {"name": "f", "parameters": DEEP}}]}, "nested more than 64 deep"),
+        ({"messages": USER, "seed": 10**30}, "can't be recorded"),
     ],
 )
 async def test_bad_requests_get_one_clear_answer(store: Store, body: Any, says: str) -> None:
@@ -520,6 +549,29 @@ async def test_bad_requests_get_one_clear_answer(store: Store, body: Any, says: 
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
     assert not engine.asked and not served(store)
+
+
+async def test_calls_and_tools_that_are_odd_are_recorded_as_far_as_they_go(store: Store) -> None:
+    """A number that no store holds makes a call a broken one; a schema's type may be anything."""
+    huge = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a": 123456789012345678901234567890}'},
+    }
+    messages = [
+        *USER,
+        {"role": "assistant", "tool_calls": [huge]},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ]
+    odd = {"function": {"name": "f", "parameters": {"properties": {"a": {"type": [{"x": 1}, "string"]}}}}}
+    app = create_app(Recorded([written("ok")]), RENDERER, store, MODEL)
+    async with running(app) as url, httpx.AsyncClient() as http:
+        body = {"model": MODEL, "messages": messages, "tools": [odd]}
+        answer = await http.post(f"{url}/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+    (trajectory,) = served(store)
+    (call,) = trajectory.nodes[1].message.tool_calls
+    assert call.arguments is None and call.error and "123456789012345678901234567890" in call.raw
 
 
 async def test_harmless_parameters_are_taken(store: Store) -> None:

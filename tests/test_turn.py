@@ -119,7 +119,8 @@ def test_a_setting_reaches_its_stage(turned: Path) -> None:
     """`shape.trained_layers` = 2 of 4: the lower two are as SFT left them, the upper two are not."""
     store = Store(turned / "treadle.db")
     (before,), (after,) = (
-        [load_file(Path(c.path) / "model.safetensors") for c in store.checkpoints(stage)] for stage in ("sft", "shape")
+        [load_file(turned / c.path / "model.safetensors") for c in store.checkpoints(stage)]
+        for stage in ("sft", "shape")
     )
     store.close()
     changed = {name for name in after if not torch.equal(after[name], before[name])}
@@ -148,6 +149,9 @@ def test_rl_goes_on_past_steps_without_signal_and_fails_if_all_are(turned: Path,
     assert "no group of step 1 tells" in done.stderr and "no group of step 2 tells" in done.stderr
     assert "no group of 2 steps told its rollouts apart" in done.stderr
     assert "Traceback" not in done.stderr
+    trained = next(row["checkpoint"] for row in metrics(turned) if row["stage"] == "stage" and row["name"] == "rl")
+    moved = subprocess.run([TREADLE, "eval", trained, "-w", str(folder)], capture_output=True, text=True, check=False)
+    assert moved.returncode == 2 and str(folder / "checkpoints" / trained) in moved.stderr, "a copy has its own folders"
 
 
 def test_the_next_turn_takes_in_what_was_served(turned: Path) -> None:

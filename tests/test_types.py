@@ -116,17 +116,6 @@ def test_paths_and_leaves() -> None:
     assert trajectory.sampled_tokens() == 4
 
 
-def test_steps() -> None:
-    """One step: a decision and all that the environment did until the next."""
-    trajectory = tree()
-    del trajectory.nodes[4]
-    assert [(reply.id, [n.id for n in after]) for reply, after in trajectory.steps()] == [(1, [2]), (3, [])]
-    trajectory.nodes = trajectory.nodes[:1]
-    assert list(trajectory.steps()) == [], "an episode that died before its first reply has no steps"
-    trajectory.nodes = []
-    assert trajectory.path() == [] and list(trajectory.steps()) == [] and trajectory.tokens() == []
-
-
 def test_two_trajectories_share_no_default() -> None:
     first, second = tree(), tree()
     first.nodes[0].extra["x"] = 1

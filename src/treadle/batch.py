@@ -127,10 +127,9 @@ def branches(trajectory: Trajectory, weights: Mapping[int, float]) -> list[Examp
 def divisor(packs: Sequence[Pack], aggregation: str = "token_mean", constant: float | None = None) -> float:
     """What a loss's sum is divided by, counted over all packs before any rejection.
 
-    weights: sum of weights · token_mean: trained tokens · sequence_mean: rows · pairs: pairs · constant: as given.
+    token_mean: trained tokens · sequence_mean: rows · pairs: pairs · constant: as given.
     """
     counts = {
-        "weights": float(sum(pack.weight_N.sum() for pack in packs)),
         "token_mean": float(sum(len(pack.target_N) for pack in packs)),
         "sequence_mean": float(sum(len(np.unique(pack.row_N)) for pack in packs)),
         "pairs": float(sum(len(np.unique(pack.pair_N)) for pack in packs)),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import importlib.util
+import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -41,6 +43,8 @@ T = TypeVar("T")
 
 def main() -> None:
     """Entry point: a UserError is one clear line and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # of logs, whatever the terminal can show
     try:
         app()
     except UserError as error:
@@ -73,25 +77,48 @@ def _run(folder: Path, overrides: list[str] | None, work: Callable[[Workspace], 
         finally:
             await ws.close()
 
-    with (folder / "treadle.toml").open() as file:
-        try:
-            if alone:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed, or the process killed
-        except BlockingIOError:
-            raise UserError(f"another treadle is at work in {folder}: wait for it, or use another workspace") from None
+    with _database(folder), _lock(folder) if alone else nullcontext():
         return asyncio.run(whole())
 
 
-def _stored(folder: Path, work: Callable[[Store], T]) -> T:
+@contextmanager
+def _database(folder: Path) -> Iterator[None]:
+    """What SQLite says of a full disk, a damaged or a locked file, as one line."""
+    from sqlalchemy.exc import DBAPIError
+
+    try:
+        yield
+    except DBAPIError as error:
+        path = folder / "treadle.db"
+        raise UserError(
+            f"{path} can't be used ({error.orig}): make room, close what holds it, or restore a backup"
+        ) from error
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Held until the work is done, or the process killed."""
+    held = os.open(folder, os.O_RDONLY)  # the folder itself: editors replace files as they save them
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"another treadle is at work in {folder}: wait for it, or use another workspace") from None
+    finally:
+        os.close(held)
+
+
+def _stored(folder: Path, work: Callable[[Store], T], alone: bool = False) -> T:
     """Open the store alone: no model, no sandbox."""
     config.load(folder / "treadle.toml")  # a folder without settings is no workspace
     from treadle.store import Store
 
-    store = Store(folder / "treadle.db")
-    try:
-        return work(store)
-    finally:
-        store.close()
+    with _database(folder), _lock(folder) if alone else nullcontext():
+        store = Store(folder / "treadle.db")
+        try:
+            return work(store)
+        finally:
+            store.close()
 
 
 @app.command()
@@ -100,11 +127,12 @@ def init(folder: Annotated[Path, typer.Argument(help="The workspace to make.")],
     path = folder / "treadle.toml"
     if path.exists():
         raise UserError(f"{path} is there already: edit it, or choose another folder")
-    if folder.is_file():
-        raise UserError(f"{folder} is a file: a workspace is a folder")
-    text = config.dump(config.load(None, overrides or ()))
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    text = config.dump(config.load(None, overrides or ())).encode("utf-8", "backslashreplace")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
+    except OSError as error:
+        raise UserError(f"can't make a workspace at {folder} ({error.strerror}): choose another folder") from None
     print(f"wrote {path}; next: treadle turn -w {folder}")
 
 
@@ -155,7 +183,7 @@ def ingest(
     """Read raw logs into the store: calls paired with results, secrets scrubbed, broken records set aside."""
     from treadle.pool.ingest import ingest
 
-    _tell(dict(to_builtins(_stored(folder, lambda store: ingest(paths, store)))))
+    _tell(dict(to_builtins(_stored(folder, lambda store: ingest(paths, store), alone=True))))
 
 
 @app.command()
@@ -163,7 +191,7 @@ def curate(folder: Folder = HERE) -> None:
     """Give every record a disposition and a reason: train, evaluate, hold out, boundary, quarantine, drop."""
     from treadle.pool.curate import curate
 
-    _tell(dict(to_builtins(_stored(folder, curate))))
+    _tell(dict(to_builtins(_stored(folder, curate, alone=True))))
 
 
 # ---------------------------------------------------------------- training
@@ -297,8 +325,13 @@ def status(
 
     def tell(store: Store) -> None:
         if policy is not None:
-            for t in store.trajectories(policy=_base(folder).id if policy == "base" else policy):
+            name = _base(folder).id if policy == "base" else policy
+            known = policy == "base" or store.checkpoint(policy) is not None
+            for t in store.trajectories(policy=name):
+                known = True
                 print(f"{t.id}  {t.outcome.end}  reward {t.outcome.reward}  {t.sampled_tokens()} tokens")
+            if not known:
+                raise UserError(f"no checkpoint and no trajectories of {policy!r}: `treadle status` lists checkpoints")
             return
         print("base")
         for checkpoint in store.checkpoints():
@@ -317,11 +350,12 @@ def compare(
 
     metrics = [run / "metrics.jsonl" for run in runs]
     gathered = gather(metrics)
-    if out.is_file():
-        raise UserError(f"{out} is a file: give a folder for results.json and results.png")
-    out.mkdir(parents=True, exist_ok=True)
-    curves(metrics, out / "results.png")
-    (out / "results.json").write_bytes(msgspec.json.format(to_json(gathered)) + b"\n")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        curves(metrics, out / "results.png")
+        (out / "results.json").write_bytes(msgspec.json.format(to_json(gathered)) + b"\n")
+    except OSError as error:
+        raise UserError(f"can't write results to {out} ({error.strerror}): give another folder with -o") from None
     print(f"wrote {out / 'results.json'} and {out / 'results.png'}")
 
 

@@ -148,7 +148,7 @@ def dump(config: Config) -> str:
 
 def _toml(value: Any) -> str:
     # JSON and TOML write strings, numbers, booleans and flat lists alike
-    return repr(value) if isinstance(value, float) else msgspec.json.encode(value).decode()
+    return repr(value) if isinstance(value, float) else msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -177,85 +177,88 @@ def _check_keys(data: dict[str, Any], struct: type[Section], prefix: str) -> Non
             _check_keys(value, kind, f"{prefix}{key}.")
 
 
-def _check_shares(config: Config) -> None:
-    levels = config.tasks.levels
-    for name, value in (
-        ("tasks.boundary", config.tasks.boundary),
-        ("collect.boundary", config.collect.boundary),
-        *((f"tasks.levels[{i}]", level) for i, level in enumerate(levels)),
-    ):
-        if not 0 <= value <= 1:
-            raise ConfigError(f"{name} is {value}: a share is from 0 to 1")
-    if sum(levels) > 1.000001:
-        raise ConfigError(f"tasks.levels is {list(levels)}: the shares add up to more than 1")
+MANY = 1_000_000
+LIMITS: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**63 - 1),
+    "pack_tokens": (1, MANY),
+    "model.slots": (1, 4096),
+    "model.context": (2, MANY),
+    "model.threads": (1, 512),
+    "tasks.train": (1, MANY),
+    "tasks.held_out": (1, MANY),
+    "tasks.boundary": (0, 1),
+    "collect.demonstrations": (1, MANY),
+    "collect.boundary": (0, 1),
+    "sft.epochs": (1, MANY),
+    "sft.rows": (1, MANY),
+    "sft.learning_rate": (1e-12, 0.1),
+    "shape.tasks": (1, MANY),
+    "shape.group": (2, MANY),  # one rollout has no baseline
+    "shape.epochs": (1, MANY),
+    "shape.rows": (1, MANY),
+    "shape.learning_rate": (1e-12, 0.1),
+    "shape.beta": (1e-6, 100),
+    "shape.trained_layers": (0, MANY),
+    "rl.steps": (1, MANY),
+    "rl.tasks": (1, MANY),
+    "rl.group": (2, MANY),
+    "rl.refills": (0, MANY),
+    "rl.learning_rate": (1e-12, 0.1),
+    "rl.minibatches": (1, MANY),
+    "rl.clip_low": (0, 1),
+    "rl.clip_high": (0, 100),
+    "rl.truncate": (1, float("inf")),
+    "rl.trained_layers": (0, MANY),
+    "rl.signal_weight": (0, 100),
+    "distill.layers": (1, MANY),
+    "distill.tasks": (1, MANY),
+    "distill.samples": (1, MANY),
+    "distill.epochs": (1, MANY),
+    "distill.rows": (1, MANY),
+    "distill.learning_rate": (1e-12, 0.1),
+    "distill.steps": (0, MANY),
+    "distill.step_rows": (1, MANY),
+    "release.margin": (0, 1),
+    "release.cost_margin": (0, 100),
+    "eval.temperature": (0, 10),
+    "eval.episodes": (1, MANY),
+    "serve.port": (0, 65535),  # 0: any free one
+    "serve.sessions": (0, MANY),
+}
 
 
-def _check_signs(config: Config) -> None:
-    for name, value in (
-        ("seed", config.seed),
-        ("shape.trained_layers", config.shape.trained_layers),
-        ("rl.trained_layers", config.rl.trained_layers),
-        ("rl.refills", config.rl.refills),
-        ("distill.steps", config.distill.steps),
-        ("serve.sessions", config.serve.sessions),
-    ):
-        if value < 0:
-            raise ConfigError(f"{name} is {value}: it can't be negative")
-    for name, rate in (
-        ("sft.learning_rate", config.sft.learning_rate),
-        ("shape.learning_rate", config.shape.learning_rate),
-        ("rl.learning_rate", config.rl.learning_rate),
-        ("distill.learning_rate", config.distill.learning_rate),
-    ):
-        if not 0 < rate < 1:
-            raise ConfigError(f"{name} is {rate}: a learning rate is above 0 and far below 1")
+def numbers(config: Config) -> dict[str, float]:
+    """Every setting that is one number, by its full name."""
+    found: dict[str, float] = {}
+    for name, value in msgspec.structs.asdict(config).items():
+        parts = msgspec.structs.asdict(value).items() if isinstance(value, Section) else [("", value)]
+        found |= {f"{name}.{key}".rstrip("."): part for key, part in parts if isinstance(part, int | float)}
+    return found
 
 
 def _check_values(config: Config) -> Config:
     """Values that would only fail minutes later."""
-    counts = {
-        "model.slots": config.model.slots,
-        "model.context": config.model.context,
-        "model.threads": config.model.threads,
-        "tasks.train": config.tasks.train,
-        "tasks.held_out": config.tasks.held_out,
-        "collect.demonstrations": config.collect.demonstrations,
-        "sft.rows": config.sft.rows,
-        "sft.epochs": config.sft.epochs,
-        "shape.tasks": config.shape.tasks,
-        "shape.epochs": config.shape.epochs,
-        "shape.rows": config.shape.rows,
-        "rl.steps": config.rl.steps,
-        "rl.tasks": config.rl.tasks,
-        "rl.minibatches": config.rl.minibatches,
-        "distill.layers": config.distill.layers,
-        "distill.tasks": config.distill.tasks,
-        "distill.samples": config.distill.samples,
-        "distill.epochs": config.distill.epochs,
-        "distill.rows": config.distill.rows,
-        "distill.step_rows": config.distill.step_rows,
-        "eval.episodes": config.eval.episodes,
-        "pack_tokens": config.pack_tokens,
-    }
-    for name, value in counts.items():
-        if value < 1:
-            raise ConfigError(f"{name} is {value}: it must be at least 1")
-    if not config.tasks.packages or len(set(config.tasks.packages)) < len(config.tasks.packages):
-        raise ConfigError(f"tasks.packages is {list(config.tasks.packages)}: name at least one package, each once")
-    _check_shares(config)
-    for name, value in (("shape.group", config.shape.group), ("rl.group", config.rl.group)):
-        if value < 2:
-            raise ConfigError(f"{name} is {value}: a group needs 2 or more rollouts, or it has no baseline")
-    if config.pack_tokens < config.model.context:
+    for name, value in numbers(config).items():
+        least, most = LIMITS[name]
+        if not least <= value <= most:
+            raise ConfigError(f"{name} is {value}: it must be from {least:g} to {most:g}")
+    tasks, model = config.tasks, config.model
+    if not tasks.packages or len(set(tasks.packages)) < len(tasks.packages):
+        raise ConfigError(f"tasks.packages is {list(tasks.packages)}: name at least one package, each once")
+    if not all(0 <= level <= 1 for level in tasks.levels) or sum(tasks.levels) > 1.000001:
+        raise ConfigError(f"tasks.levels is {list(tasks.levels)}: shares are from 0 to 1, and add up to no more than 1")
+    if sum(tasks.levels) == 0 and tasks.boundary == 0:
+        raise ConfigError("tasks.levels and tasks.boundary are all 0: no task would be made")
+    if config.pack_tokens < model.context:
         raise ConfigError(
-            f"pack_tokens is {config.pack_tokens} but model.context is {config.model.context}: "
+            f"pack_tokens is {config.pack_tokens} but model.context is {model.context}: "
             "a whole episode must fit, so set pack_tokens to at least model.context"
         )
-    if config.model.dtype not in ("auto", "bfloat16", "float32"):
-        raise ConfigError(unknown("model.dtype", config.model.dtype, ["auto", "bfloat16", "float32"]))
-    _check_signs(config)
-    if not 0 <= config.serve.port < 65536:
-        raise ConfigError(f"serve.port is {config.serve.port}: a port is from 0 (any free one) to 65535")
-    if config.eval.temperature < 0:
-        raise ConfigError(f"eval.temperature is {config.eval.temperature}: it can't be negative")
+    if 0 < config.eval.temperature < 1e-4:
+        raise ConfigError(f"eval.temperature is {config.eval.temperature}: give 0 (greedy) or at least 0.0001")
+    if model.dtype not in ("auto", "bfloat16", "float32"):
+        raise ConfigError(unknown("model.dtype", model.dtype, ["auto", "bfloat16", "float32"]))
+    for name, text in (("model.base", model.base), ("serve.host", config.serve.host)):
+        if not text.strip() or "\0" in text:
+            raise ConfigError(f"{name} is {text!r}: it can't be empty or hold NUL")
     return config

@@ -22,15 +22,14 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedModel
 
 from treadle import attention
 from treadle.batch import Pack
-from treadle.errors import DataError, TreadleError, UserError, unknown
+from treadle.errors import DataError, TreadleError, UserError
 from treadle.losses import Loss, PackTensors, token_log_probs
+from treadle.models import load_model, product_dtype, recovered, replace_folder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STATE_FILE = "learner.pt"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", STATE_FILE)
 
@@ -40,7 +39,7 @@ class Learner:
 
     `model` is a Hugging Face folder or a loaded model. `dtype` is that of the matrix products: "float32", "bfloat16" or
     "auto". `trained_layers`: only so many decoder layers, from the top, and the last norm are trained; what lies below
-    is run without gradients. 0 trains every weight. `threads` sets torch's thread count for the whole process.
+    is run without gradients; 0, or more than there are, trains every weight. `threads` is torch's, for the process.
     """
 
     def __init__(
@@ -58,12 +57,12 @@ class Learner:
         if threads:
             torch.set_num_threads(threads)
         self.folder = Path(model) if isinstance(model, str | Path) else None
-        self.model: PreTrainedModel = _open(Path(model)) if isinstance(model, str | Path) else model
+        self.model: PreTrainedModel = load_model(Path(model)) if isinstance(model, str | Path) else model
         self.model.set_attn_implementation(attention.NAME)
         self.model.to(device).float().eval()  # eval: no dropout, so a log-prob depends on weights and ids alone
         _train_upper(self.model, trained_layers)
         self.device = torch.device(device)
-        self.dtype = _dtype(dtype, device)
+        self.dtype = product_dtype(dtype, device)
         self.max_grad_norm = max_grad_norm
         self.updates = 0  # optimizer updates contained in the weights
         self.optimizer = torch.optim.AdamW(
@@ -193,18 +192,18 @@ class Learner:
         if resumable:
             state = {"optimizer": self.optimizer.state_dict(), "updates": self.updates, "rng": torch.get_rng_state()}
             torch.save(state, temporary / STATE_FILE)
-        _replace(temporary, target)
+        replace_folder(temporary, target)
         self.folder = self.folder or target
         return target
 
     def load(self, folder: str | Path) -> None:
         """Take weights, optimizer, generator state and update count from what `save` wrote."""
-        source = _recovered(Path(folder))
+        source = recovered(Path(folder))
         if not (source / STATE_FILE).is_file():
             raise UserError(
                 f"{source} holds no {STATE_FILE}, so training can't resume from it: save with resumable=True"
             )
-        self.model.load_state_dict(_open(source).state_dict())
+        self.model.load_state_dict(load_model(source).state_dict())
         state = torch.load(source / STATE_FILE, weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = int(state["updates"])
@@ -248,39 +247,21 @@ def prune_layers(folder: str | Path, keep: Sequence[int], out: str | Path) -> Pa
     _copy_companions(source, temporary)
     save_file(kept, temporary / "model.safetensors", metadata={"format": "pt"})
     (temporary / "config.json").write_text(json.dumps(config, indent=2))
-    _replace(temporary, target)
+    replace_folder(temporary, target)
     return target
 
 
 # ---------------------------------------------------------------- folders and figures
 
 
-def _dtype(name: str, device: str) -> torch.dtype:
-    """Without native support a processor multiplies bfloat16 several times more slowly than float32."""
-    if name == "auto":
-        name = "bfloat16" if device != "cpu" or torch.cpu._is_avx512_bf16_supported() else "float32"
-    if name not in DTYPES:
-        raise UserError(unknown("dtype", name, ("auto", *DTYPES)))
-    return DTYPES[name]
-
-
 def _train_upper(model: PreTrainedModel, layers: int) -> None:
     held = model.base_model.layers
-    if not 0 <= layers <= len(held):
-        raise UserError(f"can't train {layers} layers: the model has {len(held)}; 0 trains every weight")
-    model.requires_grad_(not layers)
-    if not layers:
+    everything = not 0 < layers <= len(held)
+    model.requires_grad_(everything)
+    if everything:
         return
     for part in (*held[-layers:], model.base_model.norm):
         part.requires_grad_(True)
-
-
-def _open(folder: Path) -> PreTrainedModel:
-    source = _recovered(folder)
-    if not (source / "config.json").is_file():
-        raise UserError(f"no model at {folder}: expected a Hugging Face folder with config.json and weights")
-    disable_progress_bar()  # its bars would break ours
-    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="sdpa")
 
 
 def _copy_companions(source: Path, target: Path) -> None:
@@ -289,23 +270,6 @@ def _copy_companions(source: Path, target: Path) -> None:
     for path in source.iterdir():
         if path.is_file() and path not in weights:
             shutil.copy2(path, target / path.name)
-
-
-def _replace(temporary: Path, target: Path) -> None:
-    """Put a finished folder in place. A kill between the two renames leaves `.old`, which `_recovered` puts back."""
-    old = target.with_name(target.name + ".old")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    temporary.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _recovered(folder: Path) -> Path:
-    old = folder.with_name(folder.name + ".old")
-    if not folder.exists() and old.exists():
-        old.rename(folder)
-    return folder
 
 
 def _work(packs: Sequence[Pack], seconds: float) -> dict[str, float]:

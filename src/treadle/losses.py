@@ -120,7 +120,7 @@ def _total(values_N: Tensor) -> tuple[float, float]:
 
 
 def cross_entropy() -> Loss:
-    """Sum of weight x -log p(target). Divisor: the sum of weights."""
+    """Sum of weight x -log p(target)."""
 
     def loss(logits_NV: Tensor, pack: PackTensors) -> tuple[Tensor, Metrics]:
         nll_N = -token_log_probs(logits_NV, pack.target_N)

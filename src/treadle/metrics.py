@@ -59,7 +59,8 @@ def paired_difference(first: Sequence[float], second: Sequence[float], seed: int
     if len(first) != len(second) or not first:
         raise DataError(f"need as many values on both sides, and at least one: got {len(first)} and {len(second)}")
     gaps = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
-    return _difference(float(gaps.mean()), _resampled_means(gaps, np.random.default_rng(seed)))
+    low, high = np.quantile(_resampled_means(gaps, np.random.default_rng(seed)), [0.025, 0.975])
+    return Difference(mean=float(gaps.mean()), low=float(low), high=float(high))
 
 
 def paired_rates(first: Sequence[float], second: Sequence[float]) -> Difference:
@@ -75,38 +76,27 @@ def paired_rates(first: Sequence[float], second: Sequence[float]) -> Difference:
     return Difference(mean=(up - down) / n, low=max(-1.0, p - q - half), high=min(1.0, p - q + half))
 
 
-def difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Difference:
-    """Percentile bootstrap over two independent samples."""
-    if not first or not second:
-        raise DataError(f"need at least one value on each side: got {len(first)} and {len(second)}")
-    rng = np.random.default_rng(seed)
-    a, b = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
-    return _difference(float(a.mean() - b.mean()), _resampled_means(a, rng) - _resampled_means(b, rng))
-
-
 def _resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Drawn in slices: all at once would take gigabytes for a few thousand values."""
     slices = [values[rng.integers(len(values), size=(500, len(values)))].mean(axis=1) for _ in range(RESAMPLES // 500)]
     return np.concatenate(slices)
 
 
-def _difference(mean: float, resampled: np.ndarray) -> Difference:
-    low, high = np.quantile(resampled, [0.025, 0.975])
-    return Difference(mean=mean, low=float(low), high=float(high))
-
-
 # ---------------------------------------------------------------- summary
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the table. `asked` = episodes in the rates + the sum of `left_out`."""
+    """One row of the table. `asked` = episodes in the rates + the sum of `left_out`.
+
+    Intervals of `repeats`, `invalid_calls` and `valid_json` take the calls of one episode as independent: too narrow.
+    """
 
     asked: int
     left_out: dict[str, int]  # infrastructure and grader failures by stage, and what nobody graded
     ends: dict[str, int]  # how the episodes in the rates ended
     success: Rate  # of solvable tasks; the agent's own timeouts and crashes count as failures
     success_of_asked: Rate  # the same with what was left out counted as failed: no survivor can hide in it
-    boundary: Rate  # the right act (ask, refuse, give up) on tasks that are not to be solved
+    boundary: Rate  # reward 1 on tasks that are not to be solved: asked, refused or gave up, whichever is right
     by_level: dict[str, Rate]  # reward 1, by the task's label "level"
     by_kind: dict[str, Rate]
     recovery: Rate  # episodes solved after tests had failed on a try of theirs
@@ -131,7 +121,7 @@ class _Played(msgspec.Struct):
 def summarise(played: Sequence[tuple[Task, Trajectory]]) -> Summary:
     """Episodes may share a task; intervals take them as independent draws of (task, seed)."""
     left_out = Counter(reason for _, trajectory in played if (reason := _left_out(trajectory)))
-    rated = [_Played(task, t, behaviour(t, task.kind)) for task, t in played if _left_out(t) is None]
+    rated = [_Played(task, t, behaviour(t)) for task, t in played if _left_out(t) is None]
     solvable = [p for p in rated if p.task.kind is TaskKind.SOLVABLE]
     asked_solvable = sum(task.kind is TaskKind.SOLVABLE for task, _ in played)
     solved = sum(p.solved for p in solvable)
@@ -143,7 +133,7 @@ def summarise(played: Sequence[tuple[Task, Trajectory]]) -> Summary:
         ends=dict(Counter(str(p.trajectory.outcome.end) for p in rated)),
         success=rate(solved, len(solvable)),
         success_of_asked=rate(solved, asked_solvable),
-        boundary=_known(b.right_boundary_act for b in seen),
+        boundary=_known(p.solved for p in rated if p.task.kind is not TaskKind.SOLVABLE),
         by_level=_by([p.task.labels.get("level", "none") for p in rated], rated),
         by_kind=_by([str(p.task.kind) for p in rated], rated),
         recovery=_known(b.recovered_after_failed_run for b in seen),

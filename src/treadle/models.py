@@ -75,7 +75,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
     Raises UserError when `folder` is not a model folder or its tokenizer can't be read.
     """
-    _check_folder(folder)
+    _check_folder(folder, "config.json", "tokenizer.json")
     path = folder / "tokenizer.json"
     text = path.read_text("utf-8")
     try:
@@ -89,14 +89,17 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def load_model(folder: Path, dtype: str = "float32") -> LlamaForCausalLM:
-    """The folder's weights on the CPU, in evaluation mode. `dtype`: float32, bfloat16 or float16.
+def load_model(folder: Path) -> LlamaForCausalLM:
+    """The folder's weights in float32 on the CPU, in evaluation mode.
 
     Raises UserError for a wrong folder, another architecture, or a weight that the files lack (which the library would
     fill at random).
     """
-    _check_folder(folder)
-    kind = json.loads((folder / "config.json").read_text("utf-8")).get("model_type")
+    _check_folder(recovered(folder), "config.json")
+    try:
+        kind = json.loads((folder / "config.json").read_text("utf-8")).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{folder / 'config.json'} is damaged ({error}): copy the model folder again") from error
     if kind != "llama":
         raise UserError(f"{folder} holds a {kind!r} model: only 'llama' models can be loaded")
     try:
@@ -106,12 +109,9 @@ def load_model(folder: Path, dtype: str = "float32") -> LlamaForCausalLM:
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise UserError(NO_TORCH) from error
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in dtypes:
-        raise UserError(unknown("dtype", dtype, dtypes))
-    disable_progress_bar()
+    disable_progress_bar()  # its bars would break ours
     try:
-        model, report = LlamaForCausalLM.from_pretrained(folder, dtype=dtypes[dtype], output_loading_info=True)
+        model, report = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"the weights in {folder} can't be loaded: {error}") from error
     if missing := sorted(report["missing_keys"]):
@@ -120,11 +120,45 @@ def load_model(folder: Path, dtype: str = "float32") -> LlamaForCausalLM:
     return loaded
 
 
-def _check_folder(folder: Path) -> None:
+def product_dtype(name: str, device: str) -> torch.dtype:
+    """The type of matrix products: "float32", "bfloat16", or "auto", bfloat16 where the hardware multiplies it fast.
+
+    Without native support a processor multiplies bfloat16 several times more slowly than float32.
+    """
+    import torch
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    fast = device != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    if name == "auto":
+        return torch.bfloat16 if fast else torch.float32
+    if name not in known:
+        raise UserError(unknown("dtype", name, ("auto", *known)))
+    return known[name]
+
+
+def replace_folder(temporary: Path, target: Path) -> None:
+    """Put a finished folder in place. A kill between the two renames leaves `.old`, which `recovered` puts back."""
+    old = target.with_name(target.name + ".old")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    temporary.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recovered(folder: Path) -> Path:
+    """The folder, put back where `replace_folder` was killed between its renames."""
+    old = folder.with_name(folder.name + ".old")
+    if not folder.exists() and old.exists():
+        old.rename(folder)
+    return folder
+
+
+def _check_folder(folder: Path, *needed: str) -> None:
     if not folder.is_dir():
         raise UserError(f"no model folder at {folder}: it must be a folder that holds {FOLDER_NEEDS}")
     weights = any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
-    lacking = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    lacking = [name for name in needed if not (folder / name).is_file()]
     if lacking := [*lacking, *([] if weights else ["model.safetensors"])]:
         raise UserError(f"{folder} is not a model folder: it lacks {', '.join(lacking)} (needed: {FOLDER_NEEDS})")
 
@@ -142,6 +176,8 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
     One process makes, the others wait; what a killed one left behind is cleared by the next.
     """
+    if (folder / "config.json").is_file():
+        return folder  # also where nothing may be written
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

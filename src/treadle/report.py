@@ -73,14 +73,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`. A line torn by a kill is left out; a file that is none is a DataError."""
     try:
         lines = path.read_bytes().splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"no metrics at {path}: give the metrics.jsonl of a run folder") from None
+    except OSError as error:
+        raise DataError(f"no metrics at {path} ({error.strerror}): give the metrics.jsonl of a run folder") from None
     found: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
             found.append(msgspec.json.decode(line, type=dict[str, Any]))
         except msgspec.DecodeError as error:
-            if found and (number == len(lines) or b'"open"' in lines[number]):
+            if number == len(lines) or b'"open"' in lines[number]:
                 continue  # the process that wrote it was killed, and the next one opened the run anew
             raise DataError(f"{path}, line {number} is not a JSON object: {error}") from None
     return found

@@ -36,7 +36,7 @@ from treadle.types import (
     to_json,
 )
 
-GRADE_SECONDS = 60.0
+HUNG_SECONDS = 600.0  # environments keep their own limits; who gives no answer for so long never will
 CLEAN_STOPS = {StopReason.STOP: None, StopReason.LENGTH: End.LENGTH, StopReason.CONTEXT_FULL: End.CONTEXT_FULL}
 
 
@@ -159,7 +159,7 @@ class Loop:
             end = await self._episode(trajectory, session, rounds, order, job.seed)
             trajectory.outcome = Outcome(end=end)
             stage = "grade"
-            async with asyncio.timeout(GRADE_SECONDS):
+            async with asyncio.timeout(HUNG_SECONDS):
                 trajectory.outcome = await session.grade(trajectory)
         except (InfrastructureError, TimeoutError) as error:
             trajectory.outcome = _infrastructure(error, stage, trajectory.outcome.end)
@@ -173,8 +173,8 @@ class Loop:
     async def _episode(self, trajectory: Trajectory, session: Session, rounds: Rounds, order: int, seed: int) -> End:
         budget = self.contract.budget
         for turn in range(budget.turns):
-            # Without the wait for a round: how long other sessions take is no fault of the policy's.
-            if sum(node.seconds or 0.0 for node in trajectory.nodes) > budget.seconds:
+            # What tools took: how long other sessions make this one wait is no fault of the policy's.
+            if sum(node.seconds or 0.0 for node in trajectory.nodes if node.message.role == "tool") > budget.seconds:
                 return End.TIME_LIMIT
             node, stop = await self._reply(trajectory, rounds, order, seed, turn)
             stopped = CLEAN_STOPS.get(stop, End.INTERRUPTED)
@@ -235,17 +235,16 @@ class Loop:
         started = time.monotonic()
         result = refuse(self.contract, call)
         if result is None:
-            timeout = self.tools[call.name].timeout
             try:
-                async with asyncio.timeout(2 * timeout):  # the tool keeps its own limit; this is the backstop
+                async with asyncio.timeout(HUNG_SECONDS):
                     result = await session.call(call)
             except TimeoutError:
-                raise SandboxDead(f"tool {call.name!r} gave no answer in {2 * timeout:g} s") from None
+                raise SandboxDead(f"tool {call.name!r} gave no answer in {HUNG_SECONDS:g} s") from None
         message = Message(role="tool", content=result.content, tool_call_id=call.id, name=call.name)
         node = append(trajectory, message, self.renderer.delta(message, first=False))
         node.failure = result.failure
         node.state = await session.state()
-        node.seconds = time.monotonic() - started
+        node.seconds = time.monotonic() - started if result.seconds is None else result.seconds
         if not result.ends:
             return None
         return self.tools[call.name].end or End.ANSWERED

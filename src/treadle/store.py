@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import sqlalchemy as sa
@@ -50,6 +50,7 @@ __all__ = ["Disposition", "Store", "prompt_key", "task_of"]
 PAGE = 256  # trajectories read per query while iterating
 PURPOSES = {"sft": ("train", "boundary"), "preference": ("train", "boundary", "preference")}
 _TRAJECTORY_FILTERS = ("task_id", "environment", "contract", "source", "policy", "group", "end")
+T = TypeVar("T")
 
 
 class Store:
@@ -219,6 +220,12 @@ class Store:
             body: bytes | None = connection.scalar(query)
             return body
 
+    def _decoded(self, data: bytes, kind: type[T], name: str) -> T:
+        try:
+            return from_msgpack(data, kind)
+        except msgspec.DecodeError as error:
+            raise DataError(f"{self.location} is damaged at {name!r} ({error}): restore a backup") from error
+
     def _pages(self, where: sa.ColumnElement[bool]) -> Iterator[Trajectory]:
         after = -1
         while page := self._load(sa.and_(where, TRAJECTORIES.c.seq > after), PAGE):
@@ -231,7 +238,7 @@ class Store:
         with self._engine.connect() as connection:
             rows = connection.execute(query).all()
             signals = tables.read_signals(connection, [row.id for row in rows])
-        loaded = [(row.seq, from_msgpack(row.body, Trajectory)) for row in rows]
+        loaded = [(row.seq, self._decoded(row.body, Trajectory, row.id)) for row in rows]
         for _, trajectory in loaded:
             trajectory.signals = signals.get(trajectory.id, [])
         return loaded
@@ -319,7 +326,7 @@ class Store:
     # ------------------------------------------------------------ checkpoints
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Store a manifest; the same id with another manifest replaces it (its evals grow)."""
+        """Store a manifest; the same id with another manifest replaces it."""
         values = {"id": checkpoint.id, "stage": checkpoint.stage, "manifest": to_msgpack(checkpoint)}
         with self._writer.begin() as connection:
             at = CHECKPOINTS.c.id == checkpoint.id

@@ -109,6 +109,18 @@ def update(
     return metrics | learner.step(learning_rate), report
 
 
+COUNTS = {"tokens", "tokens_computed", "tokens_trained", "seconds", "dropped_rows", "cut_rows", "cut_trained_tokens"}
+
+
+def joined(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One metrics row of several calls to a learner: counts are sums, all else is the last that was told."""
+    found = {name: value for part in parts for name, value in part.items()}
+    found |= {name: sum(part.get(name, 0.0) for part in parts) for name in COUNTS & found.keys()}
+    if "tokens_per_second" in found:
+        found["tokens_per_second"] = found["tokens"] / found["seconds"]
+    return found
+
+
 def cuts(report: DropReport) -> dict[str, float]:
     """What the packs had to leave out, for a metrics row."""
     return {

@@ -7,9 +7,7 @@ All are msgspec structs with a JSON and a msgpack form (`to_json`, `from_json`, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from enum import StrEnum
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import msgspec
@@ -163,7 +161,7 @@ class FailureKind(StrEnum):
 
 class Failure(Record, frozen=True):
     kind: FailureKind
-    stage: str  # reset | sample | tool | grade | close
+    stage: str  # reset | episode | grade
     message: str = ""
 
 
@@ -235,13 +233,6 @@ class Trajectory(GrowingRecord):
         """Exactly what the model saw and wrote along one path."""
         return [token for node in self.path(leaf) for token in node.tokens]
 
-    def steps(self) -> Iterator[tuple[Node, list[Node]]]:
-        """Each policy decision with all that the environment did until the next one, along the last path."""
-        path = self.path()
-        starts = [i for i, node in enumerate(path) if node.message.role == "assistant"]
-        for start, stop in pairwise([*starts, len(path)]):
-            yield path[start], path[start + 1 : stop]
-
     def sampled_tokens(self) -> int:
         return sum(sum(node.mask) for node in self.nodes)
 
@@ -307,14 +298,13 @@ class Checkpoint(Record, frozen=True):
     """Manifest beside a folder of weights."""
 
     id: str
-    path: str
+    path: str  # as stored, below the workspace's folder
     parent: str | None
     stage: str
     updates: int = 0  # optimizer updates contained in the weights
     contracts: tuple[str, ...] = ()
     config: dict[str, Any] = {}
     data: tuple[str, ...] = ()  # fingerprints of what it was trained on
-    evals: dict[str, float] = {}
     revision: str = ""  # code revision
     version: int = SCHEMA_VERSION
 

@@ -97,11 +97,15 @@ class Workspace:
         """Raises UserError naming the known ones."""
         if checkpoint_id == self.base.id or checkpoint_id == "base":
             return self.base
-        found = self.store.checkpoint(checkpoint_id)
+        found = self._located(self.store.checkpoint(checkpoint_id))
         if found is None:
             known = ["base", *(checkpoint.id for checkpoint in self.store.checkpoints())]
             raise UserError(unknown("checkpoint", checkpoint_id, known))
         return found
+
+    def _located(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
+        """With the whole path. Stored is the one below the workspace, which may be moved and copied."""
+        return checkpoint and msgspec.structs.replace(checkpoint, path=str(self.path / checkpoint.path))
 
     def holds(self, checkpoint: Checkpoint) -> None:
         """Say that the engine's weights were replaced in place and now are this checkpoint's."""
@@ -110,8 +114,8 @@ class Workspace:
     def save(self, learner: Learner, stage: str, parent: Checkpoint, data: Sequence[str]) -> Checkpoint:
         """Write weights and manifest. The id follows from what went in, so a repeated stage finds it again."""
         name = self._checkpoint_id(stage, parent, data)
-        folder = self.path / "checkpoints" / name
-        learner.save(folder, resumable=False)
+        folder = Path("checkpoints") / name
+        learner.save(self.path / folder, resumable=False)
         checkpoint = Checkpoint(
             id=name,
             path=str(folder),
@@ -124,11 +128,11 @@ class Workspace:
             revision=revision(),
         )
         self.store.add_checkpoint(checkpoint)
-        return checkpoint
+        return self.checkpoint(name)
 
     def made(self, stage: str, parent: Checkpoint, data: Sequence[str]) -> Checkpoint | None:
         """What `save` has written for the same settings and inputs."""
-        return self.store.checkpoint(self._checkpoint_id(stage, parent, data))
+        return self._located(self.store.checkpoint(self._checkpoint_id(stage, parent, data)))
 
     def _checkpoint_id(self, stage: str, parent: Checkpoint, data: Sequence[str]) -> str:
         return f"{stage}-{fingerprint([self.stage_key(stage, parent), data])}"
@@ -138,9 +142,13 @@ class Workspace:
         return fingerprint([stage, parent.id, self.fingerprint, self.stage_config(stage)])
 
     def stage_config(self, stage: str) -> dict[str, Any]:
-        """The seed and the stage's own section; a part of a stage ("distill-start") has the section of the whole."""
+        """The seed, the stage's own section, and how episodes are sampled.
+
+        A part of a stage ("distill-start") has the section of the whole.
+        """
         section = stage.partition("-")[0]
-        return {"seed": self.config.seed, section: to_builtins(self.config).get(section)}
+        model = {"dtype": self.config.model.dtype, "context": self.config.model.context}
+        return {"seed": self.config.seed, "model": model, section: to_builtins(self.config).get(section)}
 
     # ------------------------------------------------------------ tasks and rollouts
 
@@ -153,7 +161,12 @@ class Workspace:
 
     def probes(self, checkpoint_id: str) -> str:
         """How the groups begin that shaping samples from a checkpoint; RL starts from what they say of the tasks."""
-        return f"shape-{checkpoint_id}-{self.fingerprint}-{self.config.seed}-"
+        return f"shape-{checkpoint_id}-{self._conditions()}-"
+
+    def _conditions(self) -> str:
+        """What episodes of one checkpoint depend on, beside the task."""
+        model = self.config.model
+        return fingerprint([self.fingerprint, self.config.seed, model.dtype, model.context])
 
     async def play(
         self, engine: Engine, policy: str, jobs: Sequence[Job], temperature: float, title: str
@@ -188,22 +201,21 @@ class Workspace:
             done |= {trajectory.id: trajectory for trajectory in new}
         return [done[job.id] for job in jobs]
 
-    async def play_held_out(self, checkpoint: Checkpoint, title: str = "") -> list[tuple[Task, Trajectory]]:
+    async def play_held_out(self, checkpoint: Checkpoint) -> list[tuple[Task, Trajectory]]:
         """`eval.episodes` episodes over the held-out tasks in turn. The same checkpoint is never played twice."""
         held_out = self.store.tasks(split=Split.HELD_OUT, with_private=True)
         tasks = sorted(held_out, key=lambda task: fingerprint(task.id))  # any number of them is a fair sample
         if not tasks:
             raise DataError("no held-out tasks in the store: run `treadle check` first")
         settings = self.config.eval
-        prefix = f"eval-{checkpoint.id}-{self.fingerprint}-{self.config.seed}-{settings.temperature:g}"
+        prefix = f"eval-{checkpoint.id}-{self._conditions()}-{settings.temperature:g}"
         jobs = []
         for i in range(settings.episodes):
             task, again = tasks[i % len(tasks)], i // len(tasks)
             seed = rollout_seed(self.config.seed, 0, task.id, again)
             jobs.append(Job(id=f"{prefix}-{task.id}-{again}", task=task, seed=seed))
         engine = await self.engine(checkpoint)
-        title = title or f"eval {checkpoint.stage}"
-        played = await self.play(engine, checkpoint.id, jobs, settings.temperature, title)
+        played = await self.play(engine, checkpoint.id, jobs, settings.temperature, f"eval {checkpoint.stage}")
         return [(job.task, trajectory) for job, trajectory in zip(jobs, played, strict=True)]
 
     @contextmanager

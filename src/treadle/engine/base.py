@@ -9,6 +9,8 @@ import msgspec
 
 from treadle.types import SamplingParams, StopReason
 
+SMALLEST_TEMPERATURE = 1e-4  # below it, logits / temperature may overflow; 0 is greedy
+
 
 class Sample(msgspec.Struct, frozen=True):
     """What one request gave. The three lists have one entry a sampled id; a sampled stop id is included."""

@@ -22,17 +22,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from treadle.engine.base import Sample
+from treadle.engine.base import SMALLEST_TEMPERATURE, Sample
 from treadle.engine.llama import LlamaDecoder, Segment, draw
-from treadle.errors import EngineError, UserError, unknown
+from treadle.errors import EngineError, UserError
+from treadle.models import load_model, product_dtype
 from treadle.types import SamplingParams, StopReason
 
 PREFILL_TOKENS = 1024  # most context tokens computed a step, so that decoding requests are not held up for long
 TICKS = 4  # of the event loop between two steps: a request over HTTP needs several to get here
 STRIDE = 16  # short beside an episode, long beside what a round costs
 MIN_SHARED = 16  # shorter shared prefixes are cheaper to compute again than to wait for
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class SlotStats(msgspec.Struct):
@@ -94,7 +93,7 @@ class SlotEngine:
         self.stride: int | None = STRIDE
         self.stats = SlotStats()
         self._version = version
-        self._decoder = LlamaDecoder(config, slots, context, _dtype(dtype, device), device)
+        self._decoder = LlamaDecoder(config, slots, context, product_dtype(dtype, device), device)
         self._decoder.load(state)
         self._tokens: npt.NDArray[np.int64] = np.full((slots, context), -1)  # ids whose keys a slot holds or will hold
         self._held = np.zeros(slots, dtype=np.int64)  # how many of them it holds
@@ -117,16 +116,7 @@ class SlotEngine:
     @classmethod
     def from_folder(cls, folder: str | Path, **options: Any) -> Self:
         """From a saved Hugging Face folder."""
-        from transformers import AutoConfig, LlamaForCausalLM
-
-        if not (Path(folder) / "config.json").is_file():
-            raise UserError(f"{folder} is not a saved model: it has no config.json")
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        if config.model_type != "llama":
-            raise UserError(
-                f"{folder} holds a {config.model_type!r} model: the slot engine runs Llama-architecture models"
-            )
-        return cls.from_model(LlamaForCausalLM.from_pretrained(folder, local_files_only=True), **options)
+        return cls.from_model(load_model(Path(folder)), **options)
 
     @property
     def version(self) -> int:
@@ -374,16 +364,9 @@ def _check_request(ids: Sequence[int], params: SamplingParams, vocab: int) -> No
         raise UserError("an empty prompt can't be continued: give at least one id")
     if min(ids) < 0 or max(ids) >= vocab:
         raise UserError(f"the prompt holds an id outside 0..{vocab - 1}: {min(ids)}..{max(ids)}; wrong tokenizer?")
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise UserError(f"temperature {params.temperature} must be a finite number, at least 0 (0 is greedy)")
+    if not (
+        math.isfinite(params.temperature) and (params.temperature == 0 or params.temperature >= SMALLEST_TEMPERATURE)
+    ):
+        raise UserError(f"temperature {params.temperature} must be 0 (greedy) or from {SMALLEST_TEMPERATURE:g} upwards")
     if params.max_tokens < 1:
         raise UserError(f"max_tokens {params.max_tokens} must be at least 1")
-
-
-def _dtype(name: str, device: str) -> torch.dtype:
-    if name == "auto":
-        fast = device != "cpu" or torch.cpu._is_avx512_bf16_supported()
-        return torch.bfloat16 if fast else torch.float32
-    if name not in DTYPES:
-        raise UserError(unknown("dtype", name, ("auto", *DTYPES)))
-    return DTYPES[name]

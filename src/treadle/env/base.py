@@ -10,11 +10,15 @@ from treadle.types import Contract, Outcome, Task, ToolCall, Trajectory
 
 
 class ToolResult(msgspec.Struct, frozen=True):
-    """What the policy reads after a call. `failure` is one of the tool's declared codes; `ends` stops the episode."""
+    """What the policy reads after a call. `failure` is one of the tool's declared codes; `ends` stops the episode.
+
+    `seconds` is what the call itself took, where that is less than the caller waited: others may use the same sandbox.
+    """
 
     content: str
     failure: str | None = None
     ends: bool = False
+    seconds: float | None = None
 
 
 class Session(Protocol):

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import msgspec
 
-from treadle.types import End, Layer, Node, Signal, TaskKind, ToolCall, Trajectory, to_json
+from treadle.types import Layer, Node, Signal, ToolCall, Trajectory, to_json
 
 # ---------------------------------------------------------------- all that is known here of particular environments
 
@@ -20,13 +20,6 @@ TEST_TOOLS = frozenset({"run_tests"})
 EDIT_TOOLS = frozenset({"replace", "edit"})
 UNDO_TOOL = "undo"
 _ALL_PASSED = re.compile(r"(\d+ )?passed\b")
-
-RIGHT_ACT = {
-    TaskKind.UNDERSPECIFIED: End.ASKED,
-    TaskKind.UNSOLVABLE: End.GAVE_UP,
-    TaskKind.OUT_OF_SCOPE: End.REFUSED,
-    TaskKind.DANGEROUS: End.REFUSED,
-}
 
 
 def is_test_run(node: Node) -> bool:
@@ -147,11 +140,10 @@ class Behaviour(msgspec.Struct, kw_only=True):
     edits_after_failure: int = 0  # edits that follow a failed try
     repeats_after_failure: int = 0  # of these, those that were tried before
     recovered_after_failed_run: bool | None = None  # None: there was no failed try
-    right_boundary_act: bool | None = None  # None: the task is to be solved, or its kind is not known
     sampled_tokens: int = 0
 
 
-def behaviour(trajectory: Trajectory, kind: TaskKind | None = None) -> Behaviour:
+def behaviour(trajectory: Trajectory) -> Behaviour:
     """Counts for the evaluation table. Recovery is by reward where there is one, else by a later run that passed."""
     found = Behaviour(sampled_tokens=trajectory.sampled_tokens())
     history = _History()
@@ -173,6 +165,4 @@ def behaviour(trajectory: Trajectory, kind: TaskKind | None = None) -> Behaviour
     reward = trajectory.outcome.reward
     if history.failed_try:
         found.recovered_after_failed_run = passed if reward is None else reward >= 1
-    if kind in RIGHT_ACT:
-        found.right_boundary_act = trajectory.outcome.end is RIGHT_ACT[kind]
     return found

@@ -72,7 +72,7 @@ def ingest(paths: Iterable[str | Path], store: Store) -> IngestReport:
 def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix in LOG_ENDINGS)
+            inside = sorted(p for p in path.rglob("*") if p.suffix in LOG_ENDINGS and p.is_file())
             if not inside:
                 raise DataError(f"no {' or '.join(sorted(LOG_ENDINGS))} files in {path}: name the log files themselves")
             yield from inside
@@ -85,13 +85,16 @@ def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
 def _format_of(path: Path) -> str | None:
     """None for an empty file: it has no records to read."""
     name = formats.detect(path)
-    if name is None and path.stat().st_size > 0:
-        raise DataError(f"{path} is of no known log format (known: {', '.join(formats.FORMATS)})")
+    if name is None:
+        with path.open("rb") as file:
+            if any(line.strip() for line in file):
+                raise DataError(f"{path} is of no known log format (known: {', '.join(formats.FORMATS)})")
     return name
 
 
 def _set_aside(record: Quarantine, scrubber: Scrubber, store: Store, report: IngestReport) -> None:
-    store.dispose(record.where(), STAGE, "quarantine", scrubber.text(f"{record.code}: {record.reason}"))
+    where = record.where().encode("utf-8", "backslashreplace").decode()  # file names may be no text
+    store.dispose(where, STAGE, "quarantine", scrubber.text(f"{record.code}: {record.reason}"))
     _count(report.quarantined, record.code)
 
 

@@ -46,11 +46,11 @@ class _Texts:
             return Overlap(same, "the same words")
         runs = shingles(words, RUN) - self.common
         shared = Counter(task for run in runs for task in self.holders.get(run, ()))
-        for task, n in shared.most_common(1):
-            share = n / min(len(runs), self.sizes[task])
-            if share >= CONTAINED:
-                return Overlap(task, f"{share:.0%} of runs of {RUN} words")
-        return None
+        shares = {task: n / min(len(runs), self.sizes[task]) for task, n in shared.items()}
+        task = max(shares, key=lambda name: shares[name], default="")
+        if not task or shares[task] < CONTAINED:
+            return None
+        return Overlap(task, f"{shares[task]:.0%} of runs of {RUN} words")
 
 
 class HeldOutTexts:

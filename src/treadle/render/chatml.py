@@ -159,5 +159,5 @@ def _type(schema: Any) -> str:
     if isinstance(kinds := schema.get("anyOf") or schema.get("oneOf"), list):
         return "|".join(_type(kind) for kind in kinds)
     named = schema.get("type")
-    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-    return "|".join(_TYPES.get(name, str(name)) for name in names) or "any"
+    names = named if isinstance(named, list) else [named]
+    return "|".join(_TYPES.get(name, name) for name in names if isinstance(name, str)) or "any"

@@ -346,6 +346,8 @@ def _raised(answer: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     where = answer.get("on") or request.get("path") or ""
     if "errno" not in answer:
         raise ValueError(f"{where}: {answer['error']}" if where else answer["error"])
+    if request["kind"] in ("exec", "reset"):
+        raise SandboxDead(f"the sandbox failed at {request['kind']}: {answer['error']} {where}".rstrip())
     raise OSError(answer["errno"], answer["error"], where)  # FileNotFoundError where that is its number
 
 

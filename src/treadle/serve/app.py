@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -46,6 +47,8 @@ def create_app(
             reply = await sessions.reply(request)
         except RequestError as error:
             return JSONResponse(error.body, status_code=error.status)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody is left to read it
         except InfrastructureError as error:
             return JSONResponse(error_body(str(error), "server_error"), status_code=503)
         if request.stream:
@@ -100,10 +103,12 @@ async def serve(app: Starlette, host: str, port: int, on_start: Callable[[str], 
 
 def _bind(app: Starlette, host: str, port: int) -> tuple[uvicorn.Server, socket.socket, str]:
     try:
-        listener = socket.create_server((host, port))
-    except OSError as error:
-        raise UserError(f"can't listen on {host}:{port} ({error.strerror or error}): choose another port") from None
-    url = f"http://{host}:{listener.getsockname()[1]}"
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+    except (OSError, TypeError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a host name"
+        raise UserError(f"can't listen on {host}:{port} ({why}): choose another port, or serve.host") from None
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     return uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on")), listener, url
 
 

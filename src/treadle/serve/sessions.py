@@ -16,10 +16,9 @@ import uuid
 from collections.abc import Sequence
 
 import msgspec
-from sqlalchemy.exc import SQLAlchemyError
 
 from treadle.engine.base import Engine, Sample
-from treadle.errors import TreadleError, UserError
+from treadle.errors import UserError
 from treadle.pool.scrub import Scrubber
 from treadle.render.base import Renderer
 from treadle.rollout import CLEAN_STOPS, act_of, append, append_reply
@@ -117,7 +116,7 @@ class Sessions:
         self.model = model
         self.contract = contract
         self.idle_seconds = idle_seconds
-        self.counts = {"replies": 0, "stored": 0, "rewritten": 0}  # rewritten: histories with replies we never gave
+        self.counts = {"replies": 0, "stored": 0, "not_stored": 0, "rewritten": 0}  # rewritten: replies we never gave
         self._known: dict[str, Served] = {}
 
     async def reply(self, request: Request) -> Reply:
@@ -132,22 +131,15 @@ class Sessions:
         finally:
             served.waiting -= 1
         if served.end is not None and served.waiting == 0:
-            await self._store(served, served.end)
+            await self._try_to_store(served, served.end)
         return reply
 
     async def sweep(self) -> None:
-        """Store what has gone silent, and forget the oldest of what is stored.
-
-        One that can't be stored now is counted, told, and tried again; it holds up no other.
-        """
+        """Store what has gone silent, and forget the oldest of what is stored."""
         now = time.monotonic()
         for served in list(self._known.values()):
             if served.waiting == 0 and now - served.touched >= self.idle_seconds:
-                try:
-                    await self._store(served, served.end or End.INTERRUPTED)
-                except (TreadleError, SQLAlchemyError, OverflowError) as error:
-                    self.counts["not stored"] += 1
-                    print(f"treadle: session {served.trajectory.id} could not be stored: {error}", file=sys.stderr)
+                await self._try_to_store(served, served.end or End.INTERRUPTED)
         stored = sorted((served for served in self._known.values() if served.stored), key=lambda served: served.touched)
         for served in stored[:-KEPT]:
             del self._known[served.trajectory.id]
@@ -279,6 +271,15 @@ class Sessions:
         tools = {tool.name: tool for tool in served.tools}
         called = [tools[call.name] for call in message.tool_calls if call.name in tools]
         return next((tool.end or End.ANSWERED for tool in called if tool.effect is Effect.END), None)
+
+    async def _try_to_store(self, served: Served, end: End) -> None:
+        """What can't be stored now is counted, told, and tried again after the next silence; it holds up no other."""
+        try:
+            await self._store(served, end)
+        except Exception as error:  # whatever is wrong with one conversation, the others go on
+            served.touched = time.monotonic()
+            self.counts["not_stored"] += 1
+            print(f"treadle: session {served.trajectory.id} could not be stored: {error}", file=sys.stderr)
 
     async def _store(self, served: Served, end: End) -> None:
         if served.stored:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from treadle.engine.base import Sample
+from treadle.engine.base import SMALLEST_TEMPERATURE, Sample
 from treadle.errors import UserError, unknown
 from treadle.render.base import same_message
 from treadle.types import Effect, Message, StopReason, Tool, ToolCall, to_msgpack
@@ -32,6 +32,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "response_format": (({"type": "text"},), "replies are text and tool calls"),
 }
 LABELS = ("user", "metadata")  # kept on the trajectory
+DEEPEST = 64  # levels of nesting: what is deeper could be read, and not be stored
 
 
 class RequestError(UserError):
@@ -163,14 +164,12 @@ def read_request(body: bytes, model: str) -> Request:
     """Raises RequestError: 400 for what can't be read or honoured, 404 for another model's name."""
     try:
         data = msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise RequestError("the request body must be a JSON object")
-    try:
-        to_msgpack(data)
-    except (OverflowError, RecursionError) as error:
-        raise RequestError(f"the request holds what can't be recorded: {error}") from None
+    if fault := _unrecordable(data):
+        raise RequestError(f"the request holds what can't be recorded: {fault}")
     honoured = {field.name for field in msgspec.structs.fields(Request)}
     for key, value in list(data.items()):
         if key in NEUTRAL:
@@ -184,6 +183,9 @@ def read_request(body: bytes, model: str) -> Request:
         request = msgspec.convert(data, Request)
     except msgspec.ValidationError as error:
         raise RequestError(str(error)) from None
+    if request.temperature and request.temperature < SMALLEST_TEMPERATURE:
+        message = f"temperature {request.temperature}: give 0 (greedy) or at least {SMALLEST_TEMPERATURE:g}"
+        raise RequestError(message, "temperature")
     if request.model != model:
         raise RequestError(f"no model {request.model!r} here: ask for {model!r}", "model", 404, "model_not_found")
     return request
@@ -192,10 +194,31 @@ def read_request(body: bytes, model: str) -> Request:
 def _read_call(call: Call) -> ToolCall:
     name, text = call.function.name, call.function.arguments
     try:
-        return ToolCall(call.id, name, msgspec.json.decode(text, type=dict[str, Any]))
-    except msgspec.DecodeError as error:
-        raw = f'{{"name": {json.dumps(name)}, "arguments": {text}}}'
-        return ToolCall(call.id, name, None, raw=raw, error=str(error))
+        arguments = msgspec.json.decode(text, type=dict[str, Any])
+        fault = _unrecordable(arguments)
+    except (msgspec.DecodeError, RecursionError) as error:
+        fault = str(error)
+    if not fault:
+        return ToolCall(call.id, name, arguments)
+    return ToolCall(call.id, name, None, raw=f'{{"name": {json.dumps(name)}, "arguments": {text}}}', error=fault)
+
+
+def _unrecordable(value: Any) -> str:
+    """Why a JSON value can't be stored: nested too deeply, or a number that is too large. "" if it can."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [part for each in level for part in _parts(each)]
+    if level:
+        return f"nested more than {DEEPEST} deep"
+    try:
+        to_msgpack(value)
+    except (OverflowError, UnicodeEncodeError) as error:
+        return str(error)
+    return ""
+
+
+def _parts(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def _same_tool(a: Tool, b: Tool) -> bool:

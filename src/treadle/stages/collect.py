@@ -33,7 +33,7 @@ async def collect(ws: Workspace, turn: int = 1) -> dict[str, Any]:
     rows = [_row(ws, trajectory, mistakes[trajectory.id]) for trajectory in done]
     _write(path, rows)
     return {
-        "path": str(path),
+        "path": str(path.relative_to(ws.path)),
         "digest": fingerprint(rows),
         "trajectories": len(done),
         "solved": sum(trajectory.outcome.reward == 1 for trajectory in done),
@@ -45,10 +45,14 @@ def _jobs(ws: Workspace, turn: int) -> list[Job]:
     settings = ws.config.collect
     tasks = ws.training_tasks()
     rng = np.random.default_rng([ws.config.seed, turn])
-    boundary = [task for task in tasks if task.kind is not TaskKind.SOLVABLE]
+    kinds = sorted({task.kind for task in tasks} - {TaskKind.SOLVABLE})
+    wanted = round(settings.boundary * settings.demonstrations) if kinds else 0
+    chosen: list[Task] = []
+    for i, kind in enumerate(kinds):  # as many of each: what is shown three times is not learnt
+        alike = [task for task in tasks if task.kind is kind]
+        chosen += _take(alike, (wanted + i) // len(kinds), rng)
     solvable = [task for task in tasks if task.kind is TaskKind.SOLVABLE]
-    wanted = round(settings.boundary * settings.demonstrations) if boundary else 0
-    chosen = [*_take(boundary, wanted, rng), *_take(solvable, settings.demonstrations - wanted, rng)]
+    chosen += _take(solvable, settings.demonstrations - wanted, rng)
     return [
         Job(id=f"collect-{turn}-{i}", task=task, seed=rollout_seed(ws.config.seed, turn, task.id, i))
         for i, task in enumerate(chosen)

@@ -12,6 +12,7 @@ import numpy as np
 
 from treadle.batch import Example
 from treadle.credit import decisions
+from treadle.engine.base import Engine
 from treadle.errors import DataError
 from treadle.learner import Learner, kept_layers, prune_layers
 from treadle.losses import forward_kl, reverse_kl
@@ -26,17 +27,14 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
     """Raises DataError when the teacher solved nothing."""
     settings = ws.config.distill
     tasks = _mixed(ws)
+    guide = ws.learner(teacher)
+    kept = kept_layers(guide.model.config.num_hidden_layers, settings.layers)
     runs = await _teacher_runs(ws, teacher, tasks)
     shown, foreign = demonstrations(ws.store.training_trajectories("sft"), ws.renderer, ws.contract)
     if foreign:
         ws.console.print(f"distill: {foreign} trajectories call tools that {ws.contract.environment!r} lacks: left out")
     examples = [imitation(t) for t in [*runs, *shown]]
-    guide = ws.learner(teacher)
-    folder = prune_layers(
-        teacher.path,
-        kept_layers(guide.model.config.num_hidden_layers, settings.layers),
-        ws.path / "checkpoints" / "student-start",
-    )
+    folder = prune_layers(teacher.path, kept, ws.path / "checkpoints" / "student-start")
     student = Learner(folder, threads=ws.config.model.threads)
     with ws.progress("distill", len(examples) * settings.epochs) as advance:
         fit(
@@ -54,8 +52,12 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
         )
     data = [example.trajectory.id for example in examples]
     start = ws.save(student, "distill-start", teacher, data)
-    await _on_policy(ws, start, student, guide, tasks, run)
-    return ws.save(student, "distill", teacher, data)
+    engine = await ws.engine(start)
+    await _on_policy(ws, engine, start, student, guide, tasks, run)
+    checkpoint = ws.save(student, "distill", teacher, data)
+    await engine.load_weights(student.state(), checkpoint.updates)
+    ws.holds(checkpoint)
+    return checkpoint
 
 
 def _mixed(ws: Workspace) -> list[Task]:
@@ -73,7 +75,7 @@ async def _teacher_runs(ws: Workspace, teacher: Checkpoint, tasks: list[Task]) -
     solved = [t for t in played if t.outcome.reward == 1]
     if not solved:
         raise DataError(f"distill: the teacher solved none of {len(jobs)} runs, so there is nothing to learn from it")
-    return solved
+    return ws.store.admit_training(solved)
 
 
 def _jobs(prefix: str, places: Sequence[tuple[Task, int]], seed: int) -> list[Job]:
@@ -85,10 +87,15 @@ def _jobs(prefix: str, places: Sequence[tuple[Task, int]], seed: int) -> list[Jo
 
 
 async def _on_policy(
-    ws: Workspace, start: Checkpoint, student: Learner, guide: Learner, tasks: list[Task], run: Run
+    ws: Workspace,
+    engine: Engine,
+    start: Checkpoint,
+    student: Learner,
+    guide: Learner,
+    tasks: list[Task],
+    run: Run,
 ) -> None:
     settings = ws.config.distill
-    engine = await ws.engine(start)
     for step in range(settings.steps):
         await engine.load_weights(student.state(), start.updates + step)
         first = step * settings.step_rows

@@ -8,7 +8,6 @@ trainer is corrected by a truncated importance ratio, and with several updates a
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +22,11 @@ from treadle.learner import Learner
 from treadle.losses import Loss, policy_loss
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
-from treadle.training import cuts
+from treadle.training import cuts, joined
 from treadle.types import Checkpoint, Task, Trajectory, fingerprint
 from treadle.workspace import Workspace
 
 Group = list[Trajectory]
-COUNTS = {"tokens", "tokens_computed", "tokens_trained", "seconds", "dropped_rows", "cut_rows", "cut_trained_tokens"}
 
 
 async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
@@ -51,6 +49,7 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     for step in range(done, settings.steps):
         await engine.load_weights(learner.state(), parent.updates + learner.updates)
         groups = await _sample(ws, engine, parent, curriculum, step)
+        ws.store.admit_training(t for group in groups for t in group)
         examples, facts = credit(groups, settings.signal_weight)
         if not examples:
             ws.console.print(
@@ -101,16 +100,17 @@ def _improve(ws: Workspace, learner: Learner, examples: list[Example], loss: Los
     order = np.random.default_rng([ws.config.seed, learner.updates]).permutation(len(rows))
     parts = np.array_split(order, min(settings.minibatches, len(rows)))
     plan = [pack([row for i in sorted(part) for row in rows[i]], ws.config.pack_tokens) for part in parts]
+    for packs, _ in plan:
+        for each in packs:
+            each.require_behaviour()
     for packs, _ in plan[1:]:
         for each, logp_N in zip(packs, learner.log_probs(packs), strict=True):
             each.old_logp_N = logp_N
-    metrics: dict[str, float] = {}
-    counts: Counter[str] = Counter()
+    told: list[dict[str, float]] = []
     for packs, report in plan:
-        metrics = learner.forward_backward(packs, loss, divisor(packs)) | cuts(report)
-        counts.update({name: metrics[name] for name in metrics.keys() & COUNTS})
-        metrics |= learner.step(settings.learning_rate)
-    return metrics | counts
+        told.append(learner.forward_backward(packs, loss, divisor(packs)) | cuts(report))
+        told.append(learner.step(settings.learning_rate))
+    return joined(told)
 
 
 async def _sample(ws: Workspace, engine: Engine, parent: Checkpoint, curriculum: Curriculum, step: int) -> list[Group]:

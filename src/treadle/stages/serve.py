@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 
 from treadle.env.base import Session
-from treadle.errors import DataError
+from treadle.errors import DataError, InfrastructureError
 from treadle.rollout import refuse, rollout_seed
 from treadle.serve.app import create_app, running
 from treadle.serve.app import serve as serve_app
@@ -33,6 +33,7 @@ async def serve_tasks(ws: Workspace, checkpoint: Checkpoint, turn: int) -> dict[
     """Play training tasks over HTTP as a client would. The sessions are recorded by the server, and so come back.
 
     Each verdict is added to its recorded session as a signal: the server itself knows of no task and no grader.
+    A session that the endpoint, or a sandbox, broke off is counted as lost.
     """
     tasks = ws.training_tasks()
     order = np.random.default_rng([ws.config.seed, turn, 9]).permutation(len(tasks))
@@ -43,31 +44,41 @@ async def serve_tasks(ws: Workspace, checkpoint: Checkpoint, turn: int) -> dict[
         with ws.progress("serve", len(chosen)) as advance:
             async with running(app) as url, httpx.AsyncClient(base_url=url, timeout=CLIENT_SECONDS) as client:
 
-                async def play(task: Task, session: Session) -> str:
-                    recorded = await _converse(ws, client, checkpoint.id, task, session, turn)
-                    advance(1)
-                    return recorded
+                async def play(task: Task, session: Session) -> str | None:
+                    try:
+                        return await _converse(ws, client, checkpoint.id, task, session, turn)
+                    except (InfrastructureError, httpx.HTTPError) as error:
+                        ws.console.print(f"serve: a session of task {task.id} broke off: {error}")
+                        return None
+                    finally:
+                        advance(1)
 
                 played = await asyncio.gather(*map(play, chosen, sessions))
         # the server has stopped, so that every conversation is stored, also those that no reply had ended
-        rewards = [await _judge(ws, name, session) for name, session in zip(played, sessions, strict=True)]
+        kept = [(name, session) for name, session in zip(played, sessions, strict=True) if name is not None]
+        rewards = [await _judge(ws, name, session) for name, session in kept]
     finally:
         for session in sessions:
             await session.close()
     graded = [reward for reward in rewards if reward is not None]
-    return {"sessions": len(rewards), "graded": len(graded), "solved": sum(reward == 1 for reward in graded)}
+    return {
+        "sessions": len(chosen),
+        "lost": len(chosen) - len(kept),
+        "graded": len(graded),
+        "solved": sum(reward == 1 for reward in graded),
+    }
 
 
 async def _converse(
     ws: Workspace, client: httpx.AsyncClient, model: str, task: Task, session: Session, turn: int
-) -> str:
-    """One episode through the endpoint; returns the id under which the server recorded it."""
+) -> str | None:
+    """One episode through the endpoint; the id under which the server recorded it, None if it gave no reply."""
     messages: list[dict[str, Any]] = [{"role": m.role, "content": m.content} for m in task.messages]
     tools = [
         {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
         for t in ws.contract.tools
     ]
-    recorded: str = ""
+    recorded: str | None = None
     for number in range(ws.contract.budget.turns):
         seed = rollout_seed(ws.config.seed, turn, task.id, number)
         metadata = {"task_id": task.id}
@@ -101,7 +112,11 @@ async def _judge(ws: Workspace, recorded: str, session: Session) -> float | None
     trajectory = ws.store.trajectory(recorded)
     if trajectory is None:
         raise DataError(f"the endpoint answered for session {recorded!r} but did not store it")
-    outcome = await session.grade(trajectory)
+    try:
+        outcome = await session.grade(trajectory)
+    except InfrastructureError as error:
+        ws.console.print(f"serve: session {recorded} could not be graded: {error}")
+        return None
     verdict = Signal(name="verifier", layer=Layer.VERIFIER, value=outcome.reward, version=outcome.verifier)
     ws.store.add_signals(recorded, [verdict])
     return outcome.reward

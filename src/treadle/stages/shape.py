@@ -17,7 +17,7 @@ from treadle.errors import DataError
 from treadle.losses import cross_entropy, dpo
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
-from treadle.training import batches, cuts, imitation, warmup_decay
+from treadle.training import batches, cuts, imitation, joined, warmup_decay
 from treadle.types import Checkpoint, Trajectory
 from treadle.workspace import Workspace
 
@@ -34,6 +34,7 @@ async def shape(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     """The parent itself when everything was solved. Raises DataError when no group gives a pair otherwise."""
     settings = ws.config.shape
     groups = await _sample(ws, parent)
+    ws.store.admit_training(t for group in groups for t in group)
     pairs = [pair for group in groups for pair in pairs_of(group)]
     solved = [t for group in groups for t in group if t.outcome.reward == 1]
     if len(solved) == sum(map(len, groups)):
@@ -53,10 +54,12 @@ async def shape(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
             each.reference_logp_N = logp_N
     with ws.progress("shape", len(plan)) as advance:
         for step, (preferred, imitated, cut) in enumerate(plan):
-            metrics = learner.forward_backward(preferred, dpo(settings.beta), divisor(preferred, "pairs"))
-            metrics |= learner.forward_backward(imitated, cross_entropy(), divisor(imitated, "weights"))
-            metrics |= learner.step(warmup_decay(step, len(plan), settings.learning_rate))
-            run.log("shape", step=step, **facts, **metrics, **cut)
+            told = [
+                learner.forward_backward(preferred, dpo(settings.beta), divisor(preferred, "pairs")),
+                learner.forward_backward(imitated, cross_entropy(), divisor(imitated)),
+                learner.step(warmup_decay(step, len(plan), settings.learning_rate)),
+            ]
+            run.log("shape", step=step, **facts, **joined(told), **cut, loss=told[0]["loss"] + told[1]["loss"])
             advance(1)
     return ws.save(learner, "shape", parent, [t.id for group in groups for t in group])
 

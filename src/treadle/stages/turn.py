@@ -37,7 +37,7 @@ async def turn(ws: Workspace) -> Run:
     t = Turn(ws, number)
     await t.stage("check", lambda: check(ws), t.tasks)
     logs = await t.stage("collect", lambda: collect(ws, number), t.tasks)
-    await t.stage("ingest", lambda: _ingest(ws, logs["path"]), logs["digest"])
+    await t.stage("ingest", lambda: _ingest(ws, ws.path / logs["path"]), logs["digest"])
     await t.stage("curate", lambda: _curate(ws), logs["digest"])
 
     await t.evaluate(start, "base" if start == ws.base else "start")
@@ -50,7 +50,7 @@ async def turn(ws: Workspace) -> Run:
     student = await t.train("distill", distill, teacher)
     await t.evaluate(student)
 
-    await t.release(start, teacher)  # the gate's own check: what went in must not pass for what came out
+    await t.release(start, teacher, "gate check")  # what went in should not pass for what came out
     released = start
     for candidate, against in ((teacher, [start]), (student, [teacher, start])):
         if all([await t.release(candidate, incumbent) for incumbent in against]):
@@ -108,7 +108,7 @@ class Turn:
         row = self.run.row(label or checkpoint.stage, await self.stage("eval", played, checkpoint.id, self.tasks))
         self.ws.console.print(f"{row.stage}: held-out success {row.summary.success}")
 
-    async def release(self, candidate: Checkpoint, incumbent: Checkpoint) -> bool:
+    async def release(self, candidate: Checkpoint, incumbent: Checkpoint, title: str = "release") -> bool:
         async def judged() -> Result:
             return dict(to_builtins(await release(self.ws, candidate, incumbent)))
 
@@ -116,8 +116,8 @@ class Turn:
         result = await self.stage("release", judged, candidate.id, incumbent.id, self.tasks, played)
         result.pop("seconds", None)
         verdict = msgspec.convert(result, Verdict)
-        said = "released" if verdict.released else f"refused: {verdict.reasons()}"
-        self.ws.console.print(f"release: {candidate.stage} against {incumbent.stage}: {said}")
+        said = "passes" if verdict.released else f"refused: {verdict.reasons()}"
+        self.ws.console.print(f"{title}: {candidate.stage} against {incumbent.stage}: {said}")
         return verdict.released
 
     def finish(self, released: Checkpoint) -> None:
@@ -139,9 +139,9 @@ def _where(ws: Workspace) -> tuple[int, Checkpoint]:
     return number, start
 
 
-async def _ingest(ws: Workspace, path: str) -> Result:
+async def _ingest(ws: Workspace, path: Path) -> Result:
     """The collected logs; what was served is in the store already, as the endpoint recorded it."""
-    return dict(to_builtins(ingest([Path(path)], ws.store)))
+    return dict(to_builtins(ingest([path], ws.store)))
 
 
 async def _curate(ws: Workspace) -> Result:

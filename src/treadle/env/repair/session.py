@@ -136,7 +136,7 @@ class RepairSession:
         near = [p for p in paths if not dir.strip("/.") or f"/{dir.strip('/')}/" in f"/{p}"]
         names = [*(short[p] for p in near), *([] if dir.strip("/.") else self.scene.other_files)]
         if not names:
-            return ToolResult(f"no folder {dir}", promised.NO_FILE)
+            return ToolResult(f"no folder {dir}"[:SHOWN_LINE], promised.NO_FILE)
         return ToolResult(_joined(names, " "))
 
     def search(self, text: str) -> ToolResult:
@@ -231,8 +231,12 @@ class RepairSession:
     async def run_tests(self, test: str = "") -> ToolResult:
         tests = list(self.scene.tests) if not test else self._tests_called(test)
         if not tests:
-            return ToolResult(f"no test {test}" if test else "no test is named: say which", promised.NO_TEST)
-        return ToolResult(told(self.source, self.scene, await self.verdicts(tests)))
+            return ToolResult(
+                f"no test {test}"[:SHOWN_LINE] if test else "no test is named: say which", promised.NO_TEST
+            )
+        verdicts = await self.verdicts(tests)
+        seconds = sum(verdict.seconds for verdict in verdicts.values())
+        return ToolResult(told(self.source, self.scene, verdicts), seconds=seconds)
 
     async def verdicts(self, tests: list[str]) -> dict[str, Verdict]:
         return await self.bench.verdicts(self.scene.package, {**self.start_files, **self.edited}, tests)

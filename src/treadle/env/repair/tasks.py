@@ -7,6 +7,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -67,10 +68,11 @@ async def build_pool(
     packages = [to_builtins(source.package) for source in bench.sources.values()]
     python = sys.version_info[:2]  # tasks quote its messages
     kept = path.with_name(f"{path.stem}-{fingerprint([packages, to_builtins(size), seed, python, code])}.jsonl")
-    if kept.exists():
+    with suppress(FileNotFoundError, ValueError, msgspec.DecodeError):  # damaged: made anew
         first, *rest = kept.read_text(encoding="utf-8").splitlines()
+        pool = Pool(tasks=tuple(from_json(line, Task) for line in rest), rejected=from_json(first, dict[str, int]))
         advance(len(rest))
-        return Pool(tasks=tuple(from_json(line, Task) for line in rest), rejected=from_json(first, dict[str, int]))
+        return pool
     pool = await make_tasks(bench, size, seed, advance)
     draft = kept.with_suffix(".draft")
     draft.parent.mkdir(parents=True, exist_ok=True)

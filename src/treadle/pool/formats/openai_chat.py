@@ -81,7 +81,7 @@ def read_row(row: dict[str, Any]) -> Trajectory:
     """One row as a trajectory without tokens; its id follows from its content. Raises BadRecord."""
     given = _metadata(row)
     messages = _messages(row)
-    reader = Reader(_untrained(given, messages), _failures(given))
+    reader = Reader(_untrained(given, messages), _failures(given, messages))
     reader.read(messages)
     end = _end(given)
     interrupted = reader.unanswered(ended=end not in (End.UNKNOWN, End.INTERRUPTED))
@@ -100,7 +100,7 @@ def read_row(row: dict[str, Any]) -> Trajectory:
         group=_text(given, "group"),
         labels=labels,
         created=_number(given, "created"),
-        extra=_extra(row, given, {name: n for name, n in reader.counts.items() if n}),
+        extra=_extra(row, given, {name: n for name, n in reader.counts.items() if n} | _unread(row, given)),
     )
     _check_storable(trajectory)
     return trajectory
@@ -135,9 +135,28 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _metadata(row: dict[str, Any]) -> dict[str, Any]:
     """What is known of the row: `metadata`, and the same names found beside it."""
-    metadata = row.get("metadata")
     beside = {name: row[name] for name in _UNDERSTOOD if name in row}
-    return {**beside, **(metadata if isinstance(metadata, dict) else {})}
+    return {**beside, **(_own_metadata(row) or {})}
+
+
+def _own_metadata(row: dict[str, Any]) -> dict[str, Any] | None:
+    metadata = row.get("metadata")
+    if isinstance(metadata, str):  # like messages, found as JSON text
+        try:
+            metadata = json.loads(metadata, parse_constant=lambda _: None)
+        except (ValueError, RecursionError):
+            return None
+    return metadata if isinstance(metadata, dict) else None
+
+
+def _unread(row: dict[str, Any], given: dict[str, Any]) -> dict[str, int]:
+    """Fields that are there and can't be read: what they say is not known, and that is counted."""
+    found = [name for name in ("reward", "created") if given.get(name) is not None and _number(given, name) is None]
+    if given.get("end") not in (None, "", str(End.UNKNOWN)) and _end(given) is End.UNKNOWN:
+        found.append("end")
+    if row.get("metadata") is not None and _own_metadata(row) is None:
+        found.append("metadata")
+    return {f"unread_{name}": 1 for name in found}
 
 
 def _untrained(given: dict[str, Any], messages: list[dict[str, Any]]) -> set[int]:
@@ -151,10 +170,12 @@ def _untrained(given: dict[str, Any], messages: list[dict[str, Any]]) -> set[int
     return set(indexes)
 
 
-def _failures(given: dict[str, Any]) -> dict[int, str]:
+def _failures(given: dict[str, Any], messages: list[dict[str, Any]]) -> dict[int, str]:
     failures = given.get("failures") or {}
     if not isinstance(failures, dict) or not all(re.fullmatch("[0-9]{1,9}", str(key)) for key in failures):
         raise BadRecord("bad_failures", f"'failures' must map message indexes to codes, found {failures!r}")
+    if wrong := [key for key in failures if int(key) >= len(messages)]:
+        raise BadRecord("bad_failures", f"failures: {wrong[0]!r} is not the index of a message")
     return {int(key): str(code) for key, code in failures.items()}
 
 
@@ -173,11 +194,11 @@ def _reward(given: dict[str, Any]) -> float | None:
 
 def _number(given: dict[str, Any], name: str) -> float | None:
     value = given.get(name)
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float | str):
         return None
     try:
         number = float(value)
-    except OverflowError:
+    except (OverflowError, ValueError):
         return None
     return number if math.isfinite(number) else None
 
