@@ -320,6 +320,19 @@ async def test_a_dead_sandbox_is_replaced(cache: Path) -> None:
     await bench.close()
 
 
+async def test_a_runner_that_cannot_start_says_nothing_about_the_policy(cache: Path) -> None:
+    """A broken machine once failed every test in silence; what a test itself breaks still counts as failed."""
+    bench = await open_bench([TINY], cache, sandboxes=1, memo=False)
+    python, bench._python = bench._python, "/no/python"
+    with pytest.raises(SandboxDead, match=r"the test runner did not start: .*/no/python"):
+        await bench.verdicts("tiny", {}, [TEST_TOTAL])
+    bench._python = python
+    kill = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
+    verdict = (await bench.verdicts("tiny", {"tiny/core.py": kill}, [TEST_TOTAL]))[TEST_TOTAL]
+    assert not verdict.passed
+    await bench.close()
+
+
 async def test_F35_no_copy_of_the_right_source_is_in_reach(bench: TestBench) -> None:
     spy = "import os\nraise RuntimeError([f for f in os.listdir('tiny/__pycache__') if f.startswith('core')])\n"
     verdict = (await bench.verdicts("tiny", {"tiny/core.py": spy}, [TEST_TOTAL]))[TEST_TOTAL]

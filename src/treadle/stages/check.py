@@ -10,7 +10,7 @@ import numpy as np
 
 from treadle.env.repair.survey import SHARES
 from treadle.env.repair.tasks import PoolSize, build_pool, probes
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, DataError
 from treadle.models import cache_folder
 from treadle.types import Split, Task, TaskKind
 from treadle.workspace import Workspace
@@ -33,6 +33,10 @@ async def check(ws: Workspace) -> dict[str, Any]:
     rejected = pool.rejected | {"the right answer is longer than a reply may be": len(pool.tasks) - len(tasks)}
     held_out = _share(ws, [task for task in tasks if task.split is Split.HELD_OUT], settings.held_out)
     train = _share(ws, [task for task in tasks if task.split is Split.TRAIN], settings.train)
+    for split, made, wanted in (("training", train, settings.train), ("held-out", held_out, settings.held_out)):
+        if not made:
+            reasons = ", ".join(f"{n} {why}" for why, n in rejected.items() if n) or "no candidate was found"
+            raise DataError(f"check: no {split} task of the {wanted} asked for was admitted ({reasons})")
     ws.store.add_tasks([*held_out, *train])
     stored = Counter(f"{task.split}/{task.labels.get('level', task.kind)}" for task in [*held_out, *train])
     return {"stored": dict(stored), "rejected": rejected}

@@ -208,9 +208,15 @@ async def open_bench(
 
 
 def _answer(output: str, nonce: str, jobs: Sequence[Job]) -> list[list[Run]]:
-    """What the runner printed. An answer that can't be read counts as a run in which no test reported."""
+    """What the runner printed. An answer that can't be read counts as a run in which no test reported.
+
+    A runner that never came so far as to start a test is the sandbox's failure: SandboxDead.
+    """
+    started, _, told = output.partition("\n")
+    if started != nonce:
+        raise SandboxDead(f"the test runner did not start: {output.strip()[-300:]}")
     try:
-        answer = msgspec.json.decode(output, type=_Answer)
+        answer = msgspec.json.decode(told, type=_Answer)
     except (msgspec.DecodeError, msgspec.ValidationError):
         answer = None
     if answer is None or answer.nonce != nonce or len(answer.jobs) != len(jobs):

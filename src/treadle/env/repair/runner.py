@@ -2,8 +2,8 @@
 
 argv[1] is JSON: {"root", "modules", "nonce", "seconds", "jobs": [{"ids", "repeat", "trace"}]}. The files of job `n`
 lie in `<root>/../.jobs/<n>`. For each job a forked child runs pytest, which forks once more for each repeat, and all
-report through a pipe, line by line; the parent prints one JSON list of jobs of runs, each {"records": {id: {...}},
-"closed", "broken", "timed_out"}.
+report through a pipe, line by line. The parent prints the nonce before the first job and JSON after the last:
+"jobs" is a list of jobs of runs, each {"records": {id: {...}}, "closed", "broken", "timed_out"}.
 """
 
 import contextlib
@@ -151,9 +151,8 @@ def run_tests(pipe: int, request: dict[str, Any], job: dict[str, Any]) -> None:
     reporter.send(closing=int(code))
 
 
-def child(pipe: int, request: dict[str, Any], job: dict[str, Any]) -> None:
+def child(pipe: int, void: int, request: dict[str, Any], job: dict[str, Any]) -> None:
     os.setsid()
-    void = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(void, descriptor)
     os.chdir(request["root"])
@@ -246,10 +245,10 @@ def laid(files: Path, root: Path, restore: bool) -> Iterator[None]:
         target.write_bytes(data)
 
 
-def one_job(request: dict[str, Any], number: int) -> list[dict[str, Any]]:
+def one_job(request: dict[str, Any], number: int, void: int) -> list[dict[str, Any]]:
     job, root = request["jobs"][number], Path(request["root"])
     with laid(root.parent / ".jobs" / str(number), root, restore=number + 1 < len(request["jobs"])):
-        heard, timed_out = fork(lambda pipe: child(pipe, request, job), request["seconds"] * job["repeat"])
+        heard, timed_out = fork(lambda pipe: child(pipe, void, request, job), request["seconds"] * job["repeat"])
     return [{**report, "timed_out": timed_out} for report in read_reports(heard, request["nonce"], job["repeat"])]
 
 
@@ -260,7 +259,9 @@ def main() -> None:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     for plugin in default_plugins:  # here once, not in each child
         importlib.import_module(f"_pytest.{plugin}")
-    answer = [one_job(request, number) for number in range(len(request["jobs"]))]
+    void = os.open(os.devnull, os.O_RDWR)
+    print(request["nonce"], flush=True)  # all that tests need is there; what goes wrong from here on is theirs
+    answer = [one_job(request, number, void) for number in range(len(request["jobs"]))]
     sys.stdout.write(json.dumps({"nonce": request["nonce"], "jobs": answer}))
 
 
