@@ -17,7 +17,7 @@ import pytest
 from treadle.errors import SandboxUnavailable, UserError
 from treadle.sandbox import bwrap, seccomp
 from treadle.sandbox.bwrap import open_sandbox, prepare_template, sandbox_venv, sweep
-from treadle.sandbox.places import CACHE_VARIABLE, owner_label
+from treadle.sandbox.places import CACHE_VARIABLE, owner_label, shared_folder
 from treadle.sandbox.seccomp import seccomp_program
 
 
@@ -39,6 +39,13 @@ def template(cache: Path) -> Path:
     (source / "a.txt").write_text("first\n")
     (source / "package/b.txt").write_text("second\n")
     return prepare_template(source, "example")
+
+
+def test_a_folder_that_sandboxes_cannot_see_is_refused() -> None:
+    for place in ("/tmp/treadle", "/dev/shm/treadle"):
+        with pytest.raises(UserError, match=f"{place} can't be seen there: set {CACHE_VARIABLE}"):
+            shared_folder(Path(place))
+        assert not Path(place).exists()
 
 
 # ---------------------------------------------------------------- the system-call filter

@@ -26,6 +26,7 @@ from treadle.errors import SandboxUnavailable, UserError
 CACHE_VARIABLE = "TREADLE_SANDBOX_CACHE"
 UID_COUNT = 60_000
 FIRST_UIDS = (1_900_000_001, 1_001)  # above all that systems hand out; in a container, what it maps is its own
+COVERED = ("/tmp", "/dev", "/proc")  # by what a sandbox mounts
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 
 
@@ -36,6 +37,8 @@ def shared_folder(cache: Path | None = None) -> Path:
     """`cache`, or $TREADLE_SANDBOX_CACHE, or /var/tmp/treadle-<uid>: ours alone to write, for all to pass through."""
     default = Path(os.environ.get(CACHE_VARIABLE, "") or f"/var/tmp/treadle-{os.getuid()}")
     folder = Path(os.path.abspath(cache or default))  # noqa: PTH100 - a link is judged below, not resolved
+    if covered := next((place for place in COVERED if folder.is_relative_to(place)), None):
+        raise UserError(f"sandboxes have a {covered} of their own, so {folder} can't be seen there: set {CACHE_VARIABLE}")
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise UserError(f"{folder} is a link or not ours: remove it, or set {CACHE_VARIABLE} to another folder")
