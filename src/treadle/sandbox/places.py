@@ -38,7 +38,7 @@ def shared_folder(cache: Path | None = None) -> Path:
     default = Path(os.environ.get(CACHE_VARIABLE, "") or f"/var/tmp/treadle-{os.getuid()}")
     folder = Path(os.path.abspath(cache or default))  # noqa: PTH100 - a link is judged below, not resolved
     if covered := next((place for place in COVERED if folder.is_relative_to(place)), None):
-        raise UserError(f"sandboxes have a {covered} of their own, so {folder} can't be seen there: set {CACHE_VARIABLE}")
+        raise UserError(f"sandboxes have their own {covered}: {folder} can't be seen there: set {CACHE_VARIABLE}")
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise UserError(f"{folder} is a link or not ours: remove it, or set {CACHE_VARIABLE} to another folder")
