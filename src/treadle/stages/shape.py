@@ -59,7 +59,8 @@ async def shape(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
                 learner.forward_backward(imitated, cross_entropy(), divisor(imitated)),
                 learner.step(warmup_decay(step, len(plan), settings.learning_rate)),
             ]
-            run.log("shape", step=step, **facts, **joined(told), **cut, loss=told[0]["loss"] + told[1]["loss"])
+            losses = {"loss": told[0]["loss"] + told[1]["loss"]}
+            run.log("shape", step=step, **facts, **cut, **(joined(told) | losses))
             advance(1)
     return ws.save(learner, "shape", parent, [t.id for group in groups for t in group])
 
