@@ -142,7 +142,6 @@ def fit(
     seed: int,
     advance: Callable[[int], None],
     log: Callable[[dict[str, float]], None],
-    teacher: Learner | None = None,
 ) -> None:
     """Epochs of updates with a rising and falling learning rate; one metrics row an update.
 
@@ -160,6 +159,6 @@ def fit(
     plan = list(batches(examples, rows, epochs, seed))
     for step, batch in enumerate(plan):
         rate = warmup_decay(step, len(plan), learning_rate)
-        metrics, report = update(learner, batch, loss, rate, pack_tokens, teacher)
+        metrics, report = update(learner, batch, loss, rate, pack_tokens)
         log({**metrics, **cuts(report)})
         advance(len(batch))

@@ -1,7 +1,7 @@
 """distill: teacher, tasks → a student of fewer layers that shares the tokenizer.
 
-First the student follows the teacher's distribution on runs that solved their task, dead ends cut out; then on its own
-runs, where only the teacher can say what would have been better (on-policy reverse KL).
+First the student imitates demonstrations and what the teacher solved, mistakes left out; then it is corrected on its
+own runs, where only the teacher can say what would have been better (on-policy reverse KL).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from treadle.credit import decisions
 from treadle.engine.base import Engine
 from treadle.errors import DataError
 from treadle.learner import Learner, kept_layers, prune_layers
-from treadle.losses import forward_kl, reverse_kl
+from treadle.losses import cross_entropy, reverse_kl
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
 from treadle.training import cuts, demonstrations, fit, imitation, update
@@ -40,7 +40,7 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
         fit(
             student,
             examples,
-            forward_kl(),
+            cross_entropy(),
             rows=settings.rows,
             epochs=settings.epochs,
             learning_rate=settings.learning_rate,
@@ -48,7 +48,6 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
             seed=ws.config.seed,
             advance=advance,
             log=lambda metrics: run.log("distill", **metrics),
-            teacher=guide,
         )
     data = [example.trajectory.id for example in examples]
     start = ws.save(student, "distill-start", teacher, data)
