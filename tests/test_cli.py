@@ -127,7 +127,7 @@ def test_runs_that_cannot_be_compared_are_named(folder: Path, tmp_path: Path) ->
     refused(treadle("compare", str(folder), "--out", str(out)), "what ran")
     assert not out.exists()
     (folder / "metrics.jsonl").write_bytes(b"".join(lines))
-    refused(treadle("compare", str(folder), "--out", str(folder / "treadle.toml")), "is a file")
+    refused(treadle("compare", str(folder), "--out", str(folder / "treadle.toml")), "give another folder")
     refused(treadle("compare", str(folder), "--out", str(out)), "nothing to draw")
     assert left(out) == []
 

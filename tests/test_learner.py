@@ -97,7 +97,7 @@ def test_a_row_does_not_see_its_neighbours() -> None:
     second, _ = pack([other, EXAMPLES[3]], 1000)
     before = by_row(first, learner.log_probs(first))[1]
     after = by_row(second, learner.log_probs(second))[1]
-    np.testing.assert_allclose(before, after, atol=1e-6)
+    np.testing.assert_allclose(before, after, atol=1e-5)  # other shapes, other last bits
 
 
 def test_tool_tokens_are_seen_and_not_learned() -> None:
@@ -171,7 +171,7 @@ def test_learns_a_row_by_heart() -> None:
     learner = tiny()
     packs, _ = pack(EXAMPLES[3:], 1000)
     for _ in range(60):
-        learner.forward_backward(packs, cross_entropy(), divisor(packs, "weights"))
+        learner.forward_backward(packs, cross_entropy(), divisor(packs))
         learner.step(3e-3)
     assert learner.log_probs(packs)[0].min() > -0.1
     assert learner.updates == 60
@@ -207,12 +207,12 @@ def test_preferences_are_learned() -> None:
 def test_distillation_approaches_the_teacher(loss: object) -> None:
     teacher, student = tiny(0), tiny(1)
     packs, _ = pack([example(parts) for parts in ROWS], 1000)
-    same = teacher.forward_backward(packs, loss, divisor(packs, "weights"), teacher=teacher)  # type: ignore[arg-type]
+    same = teacher.forward_backward(packs, loss, divisor(packs), teacher=teacher)  # type: ignore[arg-type]
     assert same["loss"] == pytest.approx(0.0, abs=1e-5)
     gradients(teacher)
     losses = []
     for _ in range(15):
-        metrics = student.forward_backward(packs, loss, divisor(packs, "weights"), teacher=teacher)  # type: ignore[arg-type]
+        metrics = student.forward_backward(packs, loss, divisor(packs), teacher=teacher)  # type: ignore[arg-type]
         losses.append(metrics["loss"])
         student.step(3e-3)
     assert losses[-1] < 0.5 * losses[0]
@@ -261,7 +261,7 @@ def test_save_replaces_whole_folders_and_keeps_the_tokenizer(tmp_path: Path) -> 
     assert all(torch.equal(value, again.state()[name]) for name, value in learner.state().items())
     with pytest.raises(UserError, match="resumable"):
         again.load(source)
-    with pytest.raises(UserError, match="no model at"):
+    with pytest.raises(UserError, match="no model folder at"):
         Learner(tmp_path / "nowhere")
 
 

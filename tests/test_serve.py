@@ -533,7 +533,7 @@ CALLED = {
         ),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "the model's context holds 256"),
         ({"messages": USER, "temperature": 1e-300}, "temperature 1e-300: give 0"),
-        (b'{"messages": ' + b"[" * 2000 + b"]" * 2000 + b"}", "nested"),
+        (b'{"messages": ' + b"[" * 2000 + b"]" * 2000 + b"}", "not valid JSON"),
         ({"messages": USER, "tools": [{"function": {"name": "f", "parameters": DEEP}}]}, "nested more than 64 deep"),
         ({"messages": USER, "seed": 10**30}, "can't be recorded"),
     ],
@@ -600,7 +600,16 @@ async def test_health_says_what_is_open(store: Store) -> None:
         for _ in range(2):
             await api.chat.completions.create(model=MODEL, messages=USER, tools=[ADD])  # type: ignore[list-item, arg-type]
         health = (await http.get(str(api.base_url).replace("/v1/", "/health"))).json()
-    expected = {"status": "ok", "model": MODEL, "version": 3, "open": 1, "replies": 2, "stored": 1, "rewritten": 0}
+    expected = {
+        "status": "ok",
+        "model": MODEL,
+        "version": 3,
+        "open": 1,
+        "replies": 2,
+        "stored": 1,
+        "not_stored": 0,
+        "rewritten": 0,
+    }
     assert health == expected
 
 
