@@ -145,7 +145,7 @@ def test_rl_goes_on_past_steps_without_signal_and_fails_if_all_are(turned: Path,
     settings = ("rl.steps=2", "rl.tasks=1", "rl.refills=0", "rl.signal_weight=0")
     command = [TREADLE, "rl", "base", "-w", str(folder), *(word for each in settings for word in ("--set", each))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=MINUTES, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "no group of step 1 tells" in done.stderr and "no group of step 2 tells" in done.stderr
     assert "no group of 2 steps told its rollouts apart" in done.stderr
     assert "Traceback" not in done.stderr
