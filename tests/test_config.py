@@ -59,6 +59,7 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     settings = config.load(None, ['model.base="a\x7fb \\" ü"'.replace("\x7f", "\\u007f")])
     path.write_text(config.dump(settings), encoding="utf-8")
     assert config.load(path) == settings
+    assert "slots = 64  # sessions decoded at once\n" in path.read_text()
 
 
 def test_files_that_are_missing_or_broken_say_so(tmp_path: Path) -> None:

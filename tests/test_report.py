@@ -88,7 +88,7 @@ def test_a_first_line_that_is_torn_stops_no_later_run(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [(None, "no metrics at"), (b"{}\nnot json\n{}\n", "line 2"), (b"[]\n{}\n", "line 1")]
+    ("text", "says"), [(None, "no run at"), (b"{}\nnot json\n{}\n", "line 2"), (b"[]\n{}\n", "line 1")]
 )
 def test_files_that_are_no_metrics_say_so(tmp_path: Path, text: bytes | None, says: str) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -10,7 +10,7 @@ from treadle.pool.formats import openai_chat
 from treadle.pool.ingest import ingest
 from treadle.pool.scrub import Scrubber
 from treadle.store import Store
-from treadle.types import Message, to_msgpack
+from treadle.types import Message, Node, Source, Trajectory, to_msgpack
 
 
 @pytest.fixture
@@ -133,6 +133,21 @@ def test_no_secret_reaches_the_store(store: Store, tmp_path: Path) -> None:
     assert made.id == "call_Ab1Cd2Ef3Gh4Ij5Kl6Mn7Op8"
     json.dumps(openai_chat.to_row(stored))
     assert report.secrets["api_key"] >= 5 and report.secrets["email"] == 2
+
+
+def test_the_task_id_of_a_label_is_no_secret() -> None:
+    """However random: without it the task's split can't be looked up, and with its tokens the row would be useless."""
+    labels = {"task_id": "repair-toolz-L1-60de0c38f1ec1124-ddc8f7", "user": "AKIAIOSFODNN7EXAMPLE"}
+    node = Node(id=0, parent=None, message=Message("user", "go"), tokens=[1, 2], mask=[0, 0])
+    trajectory = Trajectory(
+        id="t", task_id=None, environment=None, contract=None, source=Source.SERVED, policy="p", nodes=[node]
+    )
+    trajectory.labels = {"task_id": labels["task_id"]}
+    assert Scrubber().trajectory(trajectory) is trajectory
+    trajectory.labels = labels
+    clean = Scrubber().trajectory(trajectory)
+    assert clean.labels["task_id"] == labels["task_id"] and "AKIA" not in clean.labels["user"]
+    assert clean.extra == {"tokens_dropped": 2}
 
 
 def test_tokens_that_spell_a_secret_go_too() -> None:

@@ -61,6 +61,14 @@ def printed(trajectory: Trajectory, tokens: bool = False, color: bool = False) -
     return out.getvalue()
 
 
+def test_what_is_piped_is_whole() -> None:
+    trajectory = episode()
+    trajectory.nodes[0].message = Message("user", "word " * 100)
+    out = io.StringIO()
+    print_trajectory(Console(file=out, width=80), trajectory)
+    assert ("word " * 100).strip() in out.getvalue()
+
+
 def test_messages_calls_failures_signals_and_end() -> None:
     text = printed(episode())
     for part in (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -134,16 +136,18 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The resolved settings as TOML, in the order of the structs."""
-    lines: list[str] = []
-    for name, value in msgspec.structs.asdict(config).items():
-        if not isinstance(value, Section):
-            lines.append(f"{name} = {_toml(value)}")
+    """The resolved settings as TOML, in the order of the structs, each with what stands beside it in this file."""
+    lines = _lines(config)
     for name, value in msgspec.structs.asdict(config).items():
         if isinstance(value, Section):
-            lines += ["", f"[{name}]"]
-            lines += [f"{key} = {_toml(item)}" for key, item in msgspec.structs.asdict(value).items()]
+            lines += ["", f"[{name}]", *_lines(value)]
     return "\n".join(lines) + "\n"
+
+
+def _lines(section: Section) -> list[str]:
+    beside = dict(re.findall(r"^    (\w+): .*  # (.+)$", inspect.getsource(type(section)), re.MULTILINE))
+    plain = {key: item for key, item in msgspec.structs.asdict(section).items() if not isinstance(item, Section)}
+    return [f"{key} = {_toml(item)}" + (f"  # {beside[key]}" if key in beside else "") for key, item in plain.items()]
 
 
 def _toml(value: Any) -> str:

@@ -46,5 +46,5 @@ def unknown(kind: str, value: str, choices: Iterable[str]) -> str:
     """`unknown tool 'raed': did you mean 'read'? (known: list, read)`"""
     known = sorted(choices)
     near = difflib.get_close_matches(value, known, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown {kind} {value!r}: {hint}(known: {', '.join(known)})"
+    hint = f": did you mean {near[0]!r}?" if near else ""
+    return f"unknown {kind} {value!r}{hint} (known: {', '.join(known)})"

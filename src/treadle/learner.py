@@ -216,7 +216,7 @@ def kept_layers(layers: int, count: int) -> list[int]:
     Such a student learns several times as fast as one of evenly spaced layers (LOG.md, 2026-11-30).
     """
     if not 1 <= count <= layers:
-        raise UserError(f"can't keep {count} layers: the model has {layers}, so choose 1 to {layers}")
+        raise UserError(f"can't keep {count} layers (distill.layers): the model has {layers}, so choose 1 to {layers}")
     last = round(0.3 * count)
     return [*range(count - last), *range(layers - last, layers)]
 

@@ -156,7 +156,9 @@ def recovered(folder: Path) -> Path:
 
 def _check_folder(folder: Path, *needed: str) -> None:
     if not folder.is_dir():
-        raise UserError(f"no model folder at {folder}: it must be a folder that holds {FOLDER_NEEDS}")
+        raise UserError(
+            f"no model folder at {folder}: it must be a folder that holds {FOLDER_NEEDS}; nothing is fetched by name"
+        )
     weights = any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
     lacking = [name for name in needed if not (folder / name).is_file()]
     if lacking := [*lacking, *([] if weights else ["model.safetensors"])]:

@@ -21,6 +21,11 @@ from treadle.workspace import revision
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+LEGEND = (
+    "success: of tasks to be solved; intervals that overlap show no difference · recovery: solved after a failed try",
+    "repeats: edits after a failed try that were tried before · boundary: rightly asked, refused or gave up",
+    "invalid: calls that were turned down · tokens/solved: sampled for each solved task · –: nothing to measure",
+)
 GREEN, BLUE, ORANGE, PINK = "#1b9e77", "#3366aa", "#d95f02", "#cc3377"
 GREY = "#777777"
 
@@ -74,7 +79,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise DataError(f"no metrics at {path} ({error.strerror}): give the metrics.jsonl of a run folder") from None
+        why = f"{path.name}: {error.strerror}"
+        raise DataError(f"no run at {path.parent} ({why}): give run folders such as WORKSPACE/runs/turn-1") from None
     found: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
@@ -103,9 +109,9 @@ def stage_table(rows: Sequence[StageRow]) -> Table:
     """One line a stage. Success has its 95 % interval; "–" is not measured; what left the rates is counted below."""
     left_out = [f"{row.stage}: {n} × {why}" for row in rows for why, n in row.summary.left_out.items()]
     table = Table(title="Held-out tasks", title_justify="left", caption_justify="left")
-    table.caption = f"left out of the rates: {', '.join(left_out)}" if left_out else None
+    table.caption = "\n".join([*LEGEND, *([f"left out of the rates: {', '.join(left_out)}"] if left_out else [])])
     table.add_column("stage", style="bold")
-    names = ("success (95 %)", "recovery", "repeats", "boundary", "invalid", "valid JSON", "tokens/solved", "time")
+    names = ("success (95 %)", "recovery", "repeats", "boundary", "invalid", "valid JSON", "tokens/solved", "eval time")
     for name in names:
         table.add_column(name, justify="right")
     best = max((row.summary.success.value or 0.0 for row in rows), default=0.0)
@@ -260,8 +266,7 @@ def _line(
             points = [(entry["step"] + 1, scale * entry[key]) for entry in steps if entry.get(key) is not None]
             axes.plot(*_unzipped(points), "o-", color=color, label=None if run else label, markersize=4)
     _frame(axes, title, "%" if share else "")
-    if share:
-        axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0, top=None if share else 1.05)
     axes.set_xlabel("step")
     axes.locator_params(axis="x", integer=True)
     axes.legend(frameon=False, fontsize=8)

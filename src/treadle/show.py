@@ -18,6 +18,7 @@ from treadle.types import Node, Outcome, Signal, ToolCall, Trajectory
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 SAMPLED, CONTEXT = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"  # around sampled tokens where there is no colour
+LONGEST = 1 << 20  # characters of a line
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -39,7 +40,11 @@ def show(trajectory: Trajectory, renderer: Renderer | None = None, marks: bool =
 def print_trajectory(console: Console, trajectory: Trajectory, renderer: Renderer | None = None) -> None:
     """Coloured on a terminal; plain text with brackets around sampled tokens elsewhere."""
     plain = console.color_system is None or console.no_color
-    console.print(show(trajectory, renderer, marks=plain), soft_wrap=not console.is_terminal)
+    shown = show(trajectory, renderer, marks=plain)
+    if not console.is_terminal:  # whole lines, for whatever reads them
+        unbounded = console.options.update(max_width=LONGEST)
+        console.width = max(console.width, console.measure(shown, options=unbounded).maximum)
+    console.print(shown)
 
 
 # ---------------------------------------------------------------- nodes

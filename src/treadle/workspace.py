@@ -254,13 +254,13 @@ def _packages(config: Config) -> tuple[Package, ...]:
 
 def base_checkpoint(base: str) -> Checkpoint:
     """The model a workspace starts from: "smollm2", "tiny", or a Hugging Face folder."""
-    if base == "smollm2":
-        folder = smollm2()
-    elif base == "tiny":
-        folder = tiny_llama()
+    if base in ("smollm2", "tiny"):
+        folder = smollm2() if base == "smollm2" else tiny_llama()
+        name = folder.name  # the cache may move
     else:
         folder = Path(base).expanduser().resolve()
-    return Checkpoint(id=f"base-{fingerprint(str(folder))}", path=str(folder), parent=None, stage="base")
+        name = str(folder)
+    return Checkpoint(id=f"base-{fingerprint(name)}", path=str(folder), parent=None, stage="base")
 
 
 def renderer_of(checkpoint: Checkpoint) -> ChatML:

@@ -20,6 +20,7 @@ from treadle.types import Message, Node, ToolCall, Trajectory
 Visit = Callable[[str], str]
 NamedVisit = Callable[[str, str], str]  # (key, value) -> value
 
+TASK_ID = "task_id"
 EVERYWHERE = 8  # characters from which a found secret is looked for in places that don't name it
 
 
@@ -62,8 +63,10 @@ class Scrubber:
             lambda key, value: self._replace_named(key, value, known),
         )
         if any(node.tokens for node in clean.nodes):
-            self.counts["tokens_dropped"] += sum(len(node.tokens) for node in clean.nodes)
+            dropped = sum(len(node.tokens) for node in clean.nodes)
+            self.counts["tokens_dropped"] += dropped
             clean.nodes = [_without_tokens(node) for node in clean.nodes]
+            clean.extra = {**clean.extra, "tokens_dropped": dropped}
         return clean
 
     def _replace(self, text: str, known: re.Pattern[str] | None) -> str:
@@ -101,11 +104,13 @@ def _mapped(trajectory: Trajectory, visit: Visit, named: NamedVisit) -> Trajecto
         for node in trajectory.nodes
     ]
     outcome = msgspec.structs.replace(trajectory.outcome, detail=visit(trajectory.outcome.detail))
+    labels = dict(trajectory.labels)
+    ids = {TASK_ID: labels.pop(TASK_ID)} if TASK_ID in labels else {}  # random enough to be taken for a secret
     return msgspec.structs.replace(
         trajectory,
         nodes=nodes,
         outcome=outcome,
-        labels=_mapped_value(trajectory.labels, visit, named),
+        labels=_mapped_value(labels, visit, named) | ids,
         extra=_mapped_value(trajectory.extra, visit, named),
     )
 

@@ -61,6 +61,8 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
         metrics = _improve(ws, learner, examples, loss)
         # Told before it is saved: a kill in between tells the step twice, and never loses it.
         run.log("rl", step=step, **facts, **metrics)
+        told = {name: facts[name] for name in ("reward", "invalid_calls", "repeats") if facts[name] is not None}
+        ws.console.print(f"rl {step + 1}: " + ", ".join(f"{name} {value:.2f}" for name, value in told.items()))
         learner.save(ws.path / "checkpoints" / f"{_prefix(ws, parent)}{step + 1:04d}")
         _forget({n: folder for n, folder in _states(ws, parent).items() if n <= step})
     if learner.updates == 0:

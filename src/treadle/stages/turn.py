@@ -5,6 +5,7 @@ The next turn starts from what this one released, and takes in what it served.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from treadle.learner import kept_layers
 from treadle.pool.curate import curate
 from treadle.pool.ingest import ingest
 from treadle.report import Run, curves, stage_table
@@ -34,6 +36,9 @@ Result = dict[str, Any]
 async def turn(ws: Workspace) -> Run:
     """Run every stage, from raw logs to a served agent; returns the run, whose folder holds the report."""
     number, start = _where(ws)
+    layers = json.loads((Path(start.path) / "config.json").read_bytes())["num_hidden_layers"]
+    kept_layers(layers, ws.config.distill.layers)  # refused now, not after all that comes before the student
+    ws.console.print(f"turn {number}, from {start.id}")
     t = Turn(ws, number)
     await t.stage("check", lambda: check(ws), t.tasks)
     logs = await t.stage("collect", lambda: collect(ws, number), t.tasks)
@@ -50,7 +55,7 @@ async def turn(ws: Workspace) -> Run:
     student = await t.train("distill", distill, teacher)
     await t.evaluate(student)
 
-    await t.release(start, teacher, "gate check")  # what went in should not pass for what came out
+    await t.release(start, teacher, "the gate's own test")  # what went in should be refused
     released = start
     for candidate, against in ((teacher, [start]), (student, [teacher, start])):
         if all([await t.release(candidate, incumbent) for incumbent in against]):
@@ -116,7 +121,7 @@ class Turn:
         result = await self.stage("release", judged, candidate.id, incumbent.id, self.tasks, played)
         result.pop("seconds", None)
         verdict = msgspec.convert(result, Verdict)
-        said = "passes" if verdict.released else f"refused: {verdict.reasons()}"
+        said = "not worse" if verdict.released else f"refused: {verdict.reasons()}"
         self.ws.console.print(f"{title}: {candidate.stage} against {incumbent.stage}: {said}")
         return verdict.released
 
@@ -128,6 +133,9 @@ class Turn:
             Console(file=file, width=120).print(table)
         curves([self.run.metrics], self.run.path / "curves.png")
         self.ws.console.print(f"released: {released.id}; figure, table and metrics in {self.run.path}")
+        self.ws.console.print(
+            f"serve it: treadle serve {released.id} -w {self.ws.path}; turn on: treadle turn -w {self.ws.path}"
+        )
         self.ws.store.finish("turn", str(self.number), {"released": released.id})
 
 
