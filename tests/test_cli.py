@@ -120,7 +120,7 @@ def test_a_damaged_store_is_named(folder: Path) -> None:
 
 def test_runs_that_cannot_be_compared_are_named(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    refused(treadle("compare", str(folder), "--out", str(out)), str(folder / "metrics.jsonl"))
+    refused(treadle("compare", str(folder), "--out", str(out)), f"no run at {folder}", "metrics.jsonl")
     refused(treadle("compare", str(folder / "treadle.toml"), "--out", str(out)), "treadle.toml")
     lines = [b'{"stage":"open","version":"0","revision":"","config":{}}\n', b'{"stage":"check"}\n']
     (folder / "metrics.jsonl").write_bytes(lines[1])
