@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -44,7 +45,8 @@ T = TypeVar("T")
 def main() -> None:
     """Entry point: a UserError is one clear line and exit code 2."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # of logs, whatever the terminal can show
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # logs hold what some terminals can't show
     try:
         app()
     except UserError as error:
