@@ -25,14 +25,14 @@ FLOORS = (
     ("types",),
     ("errors", "config", "store", "tables"),
     ("credit", "losses", "batch", "prefix", "attention", "render", "models"),
-    ("engine", "learner", "sandbox", "env", "feedback", "rollout", "pool", "curriculum", "metrics"),
+    ("engine", "learner", "prune", "sandbox", "env", "feedback", "rollout", "pool", "curriculum", "metrics"),
     ("training", "report", "workspace", "serve", "show", "view", "scale"),
     ("stages",),
     ("cli",),
 )
 FLOOR_OF = {name: i for i, names in enumerate(FLOORS) for name in names}
 HEAVY = {"torch", "transformers", "safetensors", "gguf", "matplotlib", "sklearn", "scipy"}
-NEEDS_TORCH = ("learner", "losses", "attention", "training", "engine.slots", "engine.llama", "stages.")
+NEEDS_TORCH = ("learner", "prune", "losses", "attention", "training", "engine.slots", "engine.llama", "stages.")
 
 
 def module_of(path: Path) -> str:

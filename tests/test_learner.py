@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from test_batch import Part, example, pair, trajectory
 from treadle.batch import Example, Pack, branches, divisor, pack
 from treadle.errors import DataError, TreadleError, UserError
-from treadle.learner import Learner, kept_layers, prune_layers
+from treadle.learner import Learner
 from treadle.losses import cross_entropy, dpo, forward_kl, policy_loss, reverse_kl
 from treadle.training import fit
 
@@ -323,27 +322,3 @@ def test_branches_of_one_tree() -> None:
             expected = learner.model(torch.tensor([path])).logits[0, -1].log_softmax(-1)[ids]
         assert got[ids] == pytest.approx(float(expected), abs=1e-5)
     assert len(got) == 3
-
-
-def test_a_student_keeps_the_beginning_and_the_end() -> None:
-    assert kept_layers(30, 10) == [0, 1, 2, 3, 4, 5, 6, 27, 28, 29]
-    assert kept_layers(4, 2) == [0, 3] and kept_layers(4, 1) == [0] and kept_layers(4, 4) == [0, 1, 2, 3]
-    for count in (0, 5):
-        with pytest.raises(UserError, match=f"can't keep {count} layers"):
-            kept_layers(4, count)
-
-
-def test_pruned_student_is_the_listed_layers(tmp_path: Path) -> None:
-    teacher = tiny(layers=4)
-    teacher.save(tmp_path / "teacher")
-    student = Learner(prune_layers(tmp_path / "teacher", [0, 3], tmp_path / "student"), dtype="float32")
-    assert json.loads((tmp_path / "student/config.json").read_text())["num_hidden_layers"] == 2
-    for new, old in enumerate([0, 3]):
-        for name, value in teacher.state().items():
-            if f"layers.{old}." in name:
-                assert torch.equal(value, student.state()[name.replace(f"layers.{old}.", f"layers.{new}.")])
-    del teacher.model.model.layers[1:3]
-    packs, _ = pack(EXAMPLES, 1000)
-    np.testing.assert_allclose(student.log_probs(packs)[0], teacher.log_probs(packs)[0], atol=1e-6)
-    with pytest.raises(UserError, match="has layers 0 to 3"):
-        prune_layers(tmp_path / "teacher", [4], tmp_path / "student")

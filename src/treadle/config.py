@@ -70,12 +70,12 @@ class Rl(Section, frozen=True):
 
 
 class Distill(Section, frozen=True):
-    layers: int = 10  # decoder layers the student keeps
+    layers: int = 11  # decoder layers the student keeps: those its teacher would miss most
     tasks: int = 64  # tasks the teacher is asked to solve for the student
     samples: int = 4  # teacher runs a task
     epochs: int = 2
     rows: int = 4
-    learning_rate: float = 1e-3
+    learning_rate: float = 7e-4
     steps: int = 4  # on-policy steps
     step_rows: int = 64  # student runs a step
 

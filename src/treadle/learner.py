@@ -8,7 +8,6 @@ Logits are made at the trained positions alone.
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import shutil
@@ -20,13 +19,12 @@ from time import perf_counter
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from treadle import attention
 from treadle.batch import Pack
-from treadle.errors import DataError, TreadleError, UserError
+from treadle.errors import TreadleError, UserError
 from treadle.losses import Loss, PackTensors, token_log_probs
 from treadle.models import load_model, product_dtype, recovered, replace_folder
 
@@ -187,7 +185,7 @@ class Learner:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         if self.folder:
-            _copy_companions(self.folder, temporary)
+            copy_companions(self.folder, temporary)
         self.model.save_pretrained(temporary)
         if resumable:
             state = {"optimizer": self.optimizer.state_dict(), "updates": self.updates, "rng": torch.get_rng_state()}
@@ -210,47 +208,6 @@ class Learner:
         torch.set_rng_state(state["rng"])
 
 
-def kept_layers(layers: int, count: int) -> list[int]:
-    """`count` of a model's layers, the first 70 % of them from its beginning, the others from its end: a student's.
-
-    Such a student learns several times as fast as one of evenly spaced layers (LOG.md, 2026-11-30).
-    """
-    if not 1 <= count <= layers:
-        raise UserError(f"can't keep {count} layers (distill.layers): the model has {layers}, so choose 1 to {layers}")
-    last = round(0.3 * count)
-    return [*range(count - last), *range(layers - last, layers)]
-
-
-def prune_layers(folder: str | Path, keep: Sequence[int], out: str | Path) -> Path:
-    """Write a model made of the listed decoder layers (in that order) of another: a student to distil into."""
-    source, target = Path(folder), Path(out)
-    config = json.loads((source / "config.json").read_text())
-    layers = int(config["num_hidden_layers"])
-    wrong = [layer for layer in keep if not 0 <= layer < layers]
-    if wrong or not keep:
-        raise UserError(f"can't keep layers {list(keep)}: {source} has layers 0 to {layers - 1}")
-    weights = {
-        name: tensor for part in sorted(source.glob("*.safetensors")) for name, tensor in load_file(part).items()
-    }
-    if not weights:
-        raise DataError(f"{source} has no .safetensors weights; save the model in that format first")
-    kept = {name: tensor for name, tensor in weights.items() if ".layers." not in name}
-    for new, old in enumerate(keep):
-        mark = f".layers.{old}."
-        kept |= {n.replace(mark, f".layers.{new}."): t.clone() for n, t in weights.items() if mark in n}
-    config["num_hidden_layers"] = len(keep)
-    if "layer_types" in config:
-        config["layer_types"] = [config["layer_types"][layer] for layer in keep]
-    temporary = target.with_name(target.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    _copy_companions(source, temporary)
-    save_file(kept, temporary / "model.safetensors", metadata={"format": "pt"})
-    (temporary / "config.json").write_text(json.dumps(config, indent=2))
-    replace_folder(temporary, target)
-    return target
-
-
 # ---------------------------------------------------------------- folders and figures
 
 
@@ -264,7 +221,7 @@ def _train_upper(model: PreTrainedModel, layers: int) -> None:
         part.requires_grad_(True)
 
 
-def _copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path) -> None:
     """Tokenizer, templates and settings: every file that isn't weights or training state."""
     weights = {path for pattern in _WEIGHTS for path in source.glob(pattern)}
     for path in source.iterdir():

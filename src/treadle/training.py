@@ -142,6 +142,7 @@ def fit(
     seed: int,
     advance: Callable[[int], None],
     log: Callable[[dict[str, float]], None],
+    teacher: Learner | None = None,
 ) -> None:
     """Epochs of updates with a rising and falling learning rate; one metrics row an update.
 
@@ -159,6 +160,6 @@ def fit(
     plan = list(batches(examples, rows, epochs, seed))
     for step, batch in enumerate(plan):
         rate = warmup_decay(step, len(plan), learning_rate)
-        metrics, report = update(learner, batch, loss, rate, pack_tokens)
+        metrics, report = update(learner, batch, loss, rate, pack_tokens, teacher)
         log({**metrics, **cuts(report)})
         advance(len(batch))

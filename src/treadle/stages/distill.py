@@ -1,7 +1,8 @@
 """distill: teacher, tasks → a student of fewer layers that shares the tokenizer.
 
-First the student imitates demonstrations and what the teacher solved, mistakes left out; then it is corrected on its
-own runs, where only the teacher can say what would have been better (on-policy reverse KL).
+The student starts from the layers that its teacher would miss most. It imitates demonstrations and what the teacher
+solved, mistakes left out; then it is corrected on its own runs, where only the teacher can say what would have been
+better (on-policy reverse KL).
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treadle.batch import Example
+from treadle.batch import Example, pack
 from treadle.credit import decisions
 from treadle.engine.base import Engine
 from treadle.errors import DataError
-from treadle.learner import Learner, kept_layers, prune_layers
+from treadle.learner import Learner
 from treadle.losses import cross_entropy, reverse_kl
+from treadle.prune import needed_layers, prune_layers
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
-from treadle.training import cuts, demonstrations, fit, imitation, update
-from treadle.types import Checkpoint, Task, Trajectory
+from treadle.training import demonstrations, fit, imitation
+from treadle.types import Checkpoint, Source, Task, Trajectory
 from treadle.workspace import Workspace
+
+PROBES = 2  # of the teacher's runs, on which layers are left out in turn
 
 
 async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
@@ -28,12 +32,13 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
     settings = ws.config.distill
     tasks = _mixed(ws)
     guide = ws.learner(teacher)
-    kept = kept_layers(guide.model.config.num_hidden_layers, settings.layers)
     runs = await _teacher_runs(ws, teacher, tasks)
     shown, foreign = demonstrations(ws.store.training_trajectories("sft"), ws.renderer, ws.contract)
     if foreign:
         ws.console.print(f"distill: {foreign} trajectories call tools that {ws.contract.environment!r} lacks: left out")
-    examples = [imitation(t) for t in [*runs, *shown]]
+    examples = [imitation(t) for t in [*runs, *_solved_before(ws, teacher), *shown]]
+    kept = _needed(ws, guide, runs)
+    run.log("distill-layers", kept=kept)
     folder = prune_layers(teacher.path, kept, ws.path / "checkpoints" / "student-start")
     student = Learner(folder, threads=ws.config.model.threads)
     with ws.progress("distill", len(examples) * settings.epochs) as advance:
@@ -59,6 +64,15 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
     return checkpoint
 
 
+def _needed(ws: Workspace, guide: Learner, runs: Sequence[Trajectory]) -> list[int]:
+    """The teacher's layers that make the student, by what they do for a few of its own runs."""
+    probes = runs[:: max(1, len(runs) // PROBES)][:PROBES]
+    packs, _ = pack([imitation(t) for t in probes], ws.config.pack_tokens)
+    count = ws.config.distill.layers
+    with ws.progress("distill: layers left out", len(guide.model.base_model.layers) - count) as advance:
+        return needed_layers(guide, packs[0], count, advance)
+
+
 def _mixed(ws: Workspace) -> list[Task]:
     tasks = ws.training_tasks()
     order = np.random.default_rng([ws.config.seed, 3]).permutation(len(tasks))
@@ -75,6 +89,13 @@ async def _teacher_runs(ws: Workspace, teacher: Checkpoint, tasks: list[Task]) -
     if not solved:
         raise DataError(f"distill: the teacher solved none of {len(jobs)} runs, so there is nothing to learn from it")
     return ws.store.admit_training(solved)
+
+
+def _solved_before(ws: Workspace, teacher: Checkpoint) -> list[Trajectory]:
+    """What the policies solved that became the teacher, step by step: they are there already."""
+    rollouts = ws.store.trajectories(source=Source.ROLLOUT)
+    made = [t for t in rollouts if t.policy.startswith(f"{teacher.parent}+") and t.outcome.reward == 1]
+    return ws.store.admit_training(made)
 
 
 def _jobs(prefix: str, places: Sequence[tuple[Task, int]], seed: int) -> list[Job]:
@@ -103,8 +124,20 @@ async def _on_policy(
         title = f"distill {step + 1}/{settings.steps}"
         played = await ws.play(engine, f"{start.id}+{step}", jobs, 1.0, title)
         examples = [Example(t, dict.fromkeys(decisions(t), 1.0)) for t in played if decisions(t)]
-        rate = settings.learning_rate / 4
-        metrics, report = update(student, examples, reverse_kl(), rate, ws.config.pack_tokens, teacher=guide)
+        with ws.progress(f"{title}: corrected", len(examples)) as advance:
+            fit(
+                student,
+                examples,
+                reverse_kl(),
+                rows=settings.rows,
+                epochs=1,
+                learning_rate=settings.learning_rate / 4,  # it imitates well by now
+                pack_tokens=ws.config.pack_tokens,
+                seed=ws.config.seed + step,
+                advance=advance,
+                log=lambda metrics: run.log("distill-on-policy", **metrics),
+                teacher=guide,
+            )
         reward = [t.outcome.reward for t in played if t.outcome.reward is not None]
         mean = sum(reward) / len(reward) if reward else None
-        run.log("distill-on-policy", step=step, reward=mean, graded=len(reward), **metrics, **cuts(report))
+        run.log("distill-step", step=step, reward=mean, graded=len(reward))

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from treadle.learner import kept_layers
 from treadle.pool.curate import curate
 from treadle.pool.ingest import ingest
+from treadle.prune import check_layers
 from treadle.report import Run, curves, stage_table
 from treadle.stages.check import check
 from treadle.stages.collect import collect
@@ -37,7 +37,7 @@ async def turn(ws: Workspace) -> Run:
     """Run every stage, from raw logs to a served agent; returns the run, whose folder holds the report."""
     number, start = _where(ws)
     layers = json.loads((Path(start.path) / "config.json").read_bytes())["num_hidden_layers"]
-    kept_layers(layers, ws.config.distill.layers)  # refused now, not after all that comes before the student
+    check_layers(layers, ws.config.distill.layers)  # refused now, not after all that comes before the student
     ws.console.print(f"turn {number}, from {start.id}")
     t = Turn(ws, number)
     await t.stage("check", lambda: check(ws), t.tasks)

@@ -40,33 +40,39 @@ class Package(Record, frozen=True):
 
 
 NETWORKX = (
-    "boundary", "bridges", "chains", "chordal", "clique", "cluster", "core", "covering", "cuts", "dag",
-    "distance_measures", "euler", "graphical", "link_prediction", "matching", "reciprocity", "simple_paths",
-    "structuralholes", "threshold", "tournament", "triads", "wiener",
+    *(
+        f"algorithms/{name}"
+        for name in (
+            "boundary", "bridges", "broadcasting", "chains", "chordal", "clique", "cluster", "core", "covering", "cuts",
+            "d_separation", "dag", "distance_measures", "dominance", "dominating", "euler", "graphical", "hierarchy",
+            "isolate", "link_prediction", "lowest_common_ancestors", "matching", "mis", "reciprocity", "regular",
+            "richclub", "simple_paths", "sparsifiers", "structuralholes", "summarization", "threshold", "tournament",
+            "triads", "voronoi", "wiener",
+            "assortativity/pairs", "bipartite/edgelist", "bipartite/redundancy", "community/kclique",
+            "community/quality", "components/biconnected", "components/connected", "components/strongly_connected",
+            "components/weakly_connected", "minors/contraction", "operators/all", "operators/binary",
+            "operators/product", "operators/unary", "shortest_paths/unweighted", "traversal/edgedfs", "tree/coding",
+            "tree/operations", "tree/recognition",
+        )
+    ),
+    *(f"generators/{name}" for name in ("cographs", "duplication", "ego", "intersection", "lattice", "line", "trees")),
+    "classes/coreviews", "classes/filters", "classes/function", "utils/heaps", "utils/mapped_queue", "utils/misc",
 )  # fmt: skip
-"""Those of its algorithms whose tests are quick and need no numerical package."""
+"""Modules whose tests are quick and need no numerical package. Many, so that a policy must read a file's name."""
 
 PACKAGES = (
     Package(
         name="toolz",
-        share=2.0,
         version="1.2.0",
         modules=("toolz/dicttoolz.py", "toolz/functoolz.py", "toolz/itertoolz.py", "toolz/recipes.py"),
         tests=("toolz/tests/test_*.py",),
     ),
     Package(
         name="networkx",
+        share=2.0,
         version="3.6.1",
-        modules=(
-            *(f"networkx/algorithms/{name}.py" for name in NETWORKX),
-            "networkx/utils/misc.py",
-            "networkx/classes/function.py",
-        ),
-        tests=(
-            *(f"networkx/algorithms/tests/test_{name}.py" for name in NETWORKX),
-            "networkx/utils/tests/test_misc.py",
-            "networkx/classes/tests/test_function.py",
-        ),
+        modules=tuple(f"networkx/{name}.py" for name in NETWORKX),
+        tests=tuple("networkx/{}/tests/test_{}.py".format(*name.rsplit("/", 1)) for name in NETWORKX),
     ),
     Package(
         name="more-itertools",
