@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -163,3 +165,30 @@ def fit(
         metrics, report = update(learner, batch, loss, rate, pack_tokens, teacher)
         log({**metrics, **cuts(report)})
         advance(len(batch))
+
+
+class Steps:
+    """The learner after each step of a stage, so that a stage that was killed goes on with the step it was in.
+
+    Only the last one is kept, in a folder beside the checkpoints.
+    """
+
+    def __init__(self, checkpoints: Path, prefix: str) -> None:
+        self.checkpoints, self.prefix = checkpoints, prefix
+
+    def last(self) -> tuple[int, Path] | None:
+        """Its number, as it was saved, and its folder."""
+        return max(((int(folder.name[-4:]), folder) for folder in self._folders()), default=None)
+
+    def save(self, learner: Learner, number: int) -> None:
+        new = learner.save(self.checkpoints / f"{self.prefix}{number:04d}")
+        for folder in self._folders():
+            if folder != new:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def forget(self) -> None:
+        for folder in self._folders():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _folders(self) -> list[Path]:
+        return list(self.checkpoints.glob(f"{self.prefix}[0-9][0-9][0-9][0-9]"))

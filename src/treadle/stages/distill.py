@@ -7,6 +7,7 @@ better (on-policy reverse KL).
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ from treadle.losses import cross_entropy, reverse_kl
 from treadle.prune import needed_layers, prune_layers
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
-from treadle.training import demonstrations, fit, imitation
+from treadle.training import Steps, demonstrations, fit, imitation
 from treadle.types import Checkpoint, Source, Task, Trajectory
 from treadle.workspace import Workspace
 
@@ -28,8 +29,7 @@ PROBES = 2  # of the teacher's runs, on which layers are left out in turn
 
 
 async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
-    """Raises DataError when the teacher solved nothing."""
-    settings = ws.config.distill
+    """Resumes after imitation, or the last finished step. Raises DataError when the teacher solved nothing."""
     tasks = _mixed(ws)
     guide = ws.learner(teacher)
     runs = await _teacher_runs(ws, teacher, tasks)
@@ -37,9 +37,38 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
     if foreign:
         ws.console.print(f"distill: {foreign} trajectories call tools that {ws.contract.environment!r} lacks: left out")
     examples = [imitation(t) for t in [*runs, *_solved_before(ws, teacher), *shown]]
-    kept = _needed(ws, guide, runs)
-    run.log("distill-layers", kept=kept)
-    folder = prune_layers(teacher.path, kept, ws.path / "checkpoints" / "student-start")
+    data = [example.trajectory.id for example in examples]
+    steps = Steps(ws.path / "checkpoints", f"distill-{ws.stage_key('distill', teacher)}-")
+    if (made := ws.made("distill", teacher, data)) is not None:
+        steps.forget()
+        return made
+    if (last := steps.last()) is not None:
+        done, folder = last
+        student = Learner(folder, threads=ws.config.model.threads)
+        student.load(folder)
+    else:
+        done = 0
+        student = _imitate(ws, teacher, _needed(ws, guide, runs, run), examples, run)
+        steps.save(student, done)
+    start = ws.made("distill-start", teacher, data) or ws.save(student, "distill-start", teacher, data)
+    engine = await ws.engine(start)
+    for step in range(done, ws.config.distill.steps):
+        await engine.load_weights(student.state(), start.updates + step)
+        await _correct(ws, engine, start, student, guide, tasks, step, run)
+        steps.save(student, step + 1)
+    checkpoint = ws.save(student, "distill", teacher, data)
+    await engine.load_weights(student.state(), checkpoint.updates)
+    ws.holds(checkpoint)
+    steps.forget()
+    return checkpoint
+
+
+def _imitate(
+    ws: Workspace, teacher: Checkpoint, layers: Sequence[int], examples: Sequence[Example], run: Run
+) -> Learner:
+    """A student of these layers of the teacher, trained on the examples."""
+    settings = ws.config.distill
+    folder = prune_layers(teacher.path, layers, ws.path / "checkpoints" / "student-start")
     student = Learner(folder, threads=ws.config.model.threads)
     with ws.progress("distill", len(examples) * settings.epochs) as advance:
         fit(
@@ -54,23 +83,19 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
             advance=advance,
             log=lambda metrics: run.log("distill", **metrics),
         )
-    data = [example.trajectory.id for example in examples]
-    start = ws.save(student, "distill-start", teacher, data)
-    engine = await ws.engine(start)
-    await _on_policy(ws, engine, start, student, guide, tasks, run)
-    checkpoint = ws.save(student, "distill", teacher, data)
-    await engine.load_weights(student.state(), checkpoint.updates)
-    ws.holds(checkpoint)
-    return checkpoint
+    shutil.rmtree(folder)
+    return student
 
 
-def _needed(ws: Workspace, guide: Learner, runs: Sequence[Trajectory]) -> list[int]:
+def _needed(ws: Workspace, guide: Learner, runs: Sequence[Trajectory], run: Run) -> list[int]:
     """The teacher's layers that make the student, by what they do for a few of its own runs."""
     probes = runs[:: max(1, len(runs) // PROBES)][:PROBES]
     packs, _ = pack([imitation(t) for t in probes], ws.config.pack_tokens)
     count = ws.config.distill.layers
     with ws.progress("distill: layers left out", len(guide.model.base_model.layers) - count) as advance:
-        return needed_layers(guide, packs[0], count, advance)
+        kept = needed_layers(guide, packs[0], count, advance)
+    run.log("distill-layers", kept=kept)
+    return kept
 
 
 def _mixed(ws: Workspace) -> list[Task]:
@@ -106,38 +131,38 @@ def _jobs(prefix: str, places: Sequence[tuple[Task, int]], seed: int) -> list[Jo
     ]
 
 
-async def _on_policy(
+async def _correct(
     ws: Workspace,
     engine: Engine,
     start: Checkpoint,
     student: Learner,
     guide: Learner,
     tasks: list[Task],
+    step: int,
     run: Run,
 ) -> None:
+    """The student plays the next tasks, and its teacher says of every token what it would have said instead."""
     settings = ws.config.distill
-    for step in range(settings.steps):
-        await engine.load_weights(student.state(), start.updates + step)
-        first = step * settings.step_rows
-        places = [(tasks[i % len(tasks)], i // len(tasks)) for i in range(first, first + settings.step_rows)]
-        jobs = _jobs(f"distill-{start.id}-{step}", places, ws.config.seed)
-        title = f"distill {step + 1}/{settings.steps}"
-        played = await ws.play(engine, f"{start.id}+{step}", jobs, 1.0, title)
-        examples = [Example(t, dict.fromkeys(decisions(t), 1.0)) for t in played if decisions(t)]
-        with ws.progress(f"{title}: corrected", len(examples)) as advance:
-            fit(
-                student,
-                examples,
-                reverse_kl(),
-                rows=settings.rows,
-                epochs=1,
-                learning_rate=settings.learning_rate / 4,  # it imitates well by now
-                pack_tokens=ws.config.pack_tokens,
-                seed=ws.config.seed + step,
-                advance=advance,
-                log=lambda metrics: run.log("distill-on-policy", **metrics),
-                teacher=guide,
-            )
-        reward = [t.outcome.reward for t in played if t.outcome.reward is not None]
-        mean = sum(reward) / len(reward) if reward else None
-        run.log("distill-step", step=step, reward=mean, graded=len(reward))
+    first = step * settings.step_rows
+    places = [(tasks[i % len(tasks)], i // len(tasks)) for i in range(first, first + settings.step_rows)]
+    jobs = _jobs(f"distill-{start.id}-{step}", places, ws.config.seed)
+    title = f"distill {step + 1}/{settings.steps}"
+    played = await ws.play(engine, f"{start.id}+{step}", jobs, 1.0, title)
+    examples = [Example(t, dict.fromkeys(decisions(t), 1.0)) for t in played if decisions(t)]
+    with ws.progress(f"{title}: corrected", len(examples)) as advance:
+        fit(
+            student,
+            examples,
+            reverse_kl(),
+            rows=settings.rows,
+            epochs=1,
+            learning_rate=settings.learning_rate / 4,  # it imitates well by now
+            pack_tokens=ws.config.pack_tokens,
+            seed=ws.config.seed + step,
+            advance=advance,
+            log=lambda metrics: run.log("distill-on-policy", **metrics),
+            teacher=guide,
+        )
+    reward = [t.outcome.reward for t in played if t.outcome.reward is not None]
+    mean = sum(reward) / len(reward) if reward else None
+    run.log("distill-step", step=step, reward=mean, graded=len(reward))

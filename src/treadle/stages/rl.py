@@ -7,9 +7,6 @@ trainer is corrected by a truncated importance ratio, and with several updates a
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import numpy as np
 
 from treadle.batch import Example, divisor, pack
@@ -22,7 +19,7 @@ from treadle.learner import Learner
 from treadle.losses import Loss, policy_loss
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
-from treadle.training import cuts, joined
+from treadle.training import Steps, cuts, joined
 from treadle.types import Checkpoint, Task, Trajectory, fingerprint
 from treadle.workspace import Workspace
 
@@ -34,14 +31,15 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     settings = ws.config.rl
     tasks = ws.training_tasks()
     data = [fingerprint([task.id for task in tasks])]
+    steps = Steps(ws.path / "checkpoints", _prefix(ws, parent))
     if (made := ws.made("rl", parent, data)) is not None:
-        _forget(_states(ws, parent))
+        steps.forget()
         return made
     learner = ws.learner(parent, settings.trained_layers)
-    states = _states(ws, parent)
-    done = max(states, default=0)
-    if done:
-        learner.load(states[done])
+    done = 0
+    if (last := steps.last()) is not None:
+        done, folder = last
+        learner.load(folder)
     curriculum = Curriculum(tasks)
     _recall(ws, curriculum, parent, done)
     engine = await ws.engine(parent)
@@ -63,8 +61,7 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
         run.log("rl", step=step, **facts, **metrics)
         told = {name: facts[name] for name in ("reward", "invalid_calls", "repeats") if facts[name] is not None}
         ws.console.print(f"rl {step + 1}: " + ", ".join(f"{name} {value:.2f}" for name, value in told.items()))
-        learner.save(ws.path / "checkpoints" / f"{_prefix(ws, parent)}{step + 1:04d}")
-        _forget({n: folder for n, folder in _states(ws, parent).items() if n <= step})
+        steps.save(learner, step + 1)
     if learner.updates == 0:
         raise DataError(
             f"rl: no group of {settings.steps} steps told its rollouts apart, so nothing was learnt: raise rl.group "
@@ -73,19 +70,8 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     checkpoint = ws.save(learner, "rl", parent, data)
     await engine.load_weights(learner.state(), checkpoint.updates)
     ws.holds(checkpoint)
-    _forget(_states(ws, parent))
+    steps.forget()
     return checkpoint
-
-
-def _states(ws: Workspace, parent: Checkpoint) -> dict[int, Path]:
-    """What the learner saved, by the number of steps it had then done."""
-    found = (ws.path / "checkpoints").glob(f"{_prefix(ws, parent)}[0-9][0-9][0-9][0-9]")
-    return {int(folder.name[-4:]): folder for folder in found}
-
-
-def _forget(states: dict[int, Path]) -> None:
-    for folder in states.values():
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _improve(ws: Workspace, learner: Learner, examples: list[Example], loss: Loss) -> dict[str, float]:
