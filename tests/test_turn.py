@@ -154,6 +154,28 @@ def test_rl_goes_on_past_steps_without_signal_and_fails_if_all_are(turned: Path,
     assert moved.returncode == 2 and str(folder / "checkpoints" / trained) in moved.stderr, "a copy has its own folders"
 
 
+def test_a_killed_distillation_goes_on_after_its_last_step(turned: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ws"
+    shutil.copytree(turned, folder)
+    store = Store(folder / "treadle.db")
+    teacher = store.checkpoints("rl")[0].id
+    store.close()
+    command = [TREADLE, "distill", teacher, "-w", str(folder), "--set", "distill.steps=2"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + MINUTES
+    while not (states := list((folder / "checkpoints").glob("distill-*-0001"))):
+        assert process.poll() is None and time.monotonic() < deadline, "distillation ended before it could be killed"
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    before = [row["stage"] for row in read_metrics(folder / "runs" / "distill" / "metrics.jsonl")]
+    subprocess.run(command, check=True, capture_output=True, timeout=MINUTES)
+    rows = read_metrics(folder / "runs" / "distill" / "metrics.jsonl")
+    assert [row["stage"] for row in rows].count("distill") == before.count("distill") > 0
+    assert [row["step"] for row in rows if row["stage"] == "distill-step"] == [0, 1]
+    assert not any(state.exists() for state in states)
+
+
 def test_the_next_turn_takes_in_what_was_served(turned: Path) -> None:
     store = Store(turned / "treadle.db")
     served = [t.id for t in store.trajectories(source=Source.SERVED)]

@@ -176,9 +176,12 @@ class Steps:
     def __init__(self, checkpoints: Path, prefix: str) -> None:
         self.checkpoints, self.prefix = checkpoints, prefix
 
-    def last(self) -> tuple[int, Path] | None:
-        """Its number, as it was saved, and its folder."""
-        return max(((int(folder.name[-4:]), folder) for folder in self._folders()), default=None)
+    def resume(self, learner: Learner) -> int:
+        """Put what was saved last into the learner; gives its number, or 0 if nothing was saved."""
+        done, folder = max(((int(folder.name[-4:]), folder) for folder in self._folders()), default=(0, None))
+        if folder is not None:
+            learner.load(folder)
+        return done
 
     def save(self, learner: Learner, number: int) -> None:
         new = learner.save(self.checkpoints / f"{self.prefix}{number:04d}")

@@ -7,7 +7,6 @@ better (on-policy reverse KL).
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,25 +37,22 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
         ws.console.print(f"distill: {foreign} trajectories call tools that {ws.contract.environment!r} lacks: left out")
     examples = [imitation(t) for t in [*runs, *_solved_before(ws, teacher), *shown]]
     data = [example.trajectory.id for example in examples]
-    steps = Steps(ws.path / "checkpoints", f"distill-{ws.stage_key('distill', teacher)}-")
-    if (made := ws.made("distill", teacher, data)) is not None:
+    start = ws.made("distill-start", teacher, data)
+    if start is None:
+        imitator = _imitate(ws, teacher, _needed(ws, guide, runs, run), examples, run)
+        start = ws.save(imitator, "distill-start", teacher, data)
+    steps = Steps(ws.path / "checkpoints", f"distill-{ws.stage_key('distill', start)}-")
+    if (made := ws.made("distill", start, data)) is not None:
         steps.forget()
         return made
-    if (last := steps.last()) is not None:
-        done, folder = last
-        student = Learner(folder, threads=ws.config.model.threads)
-        student.load(folder)
-    else:
-        done = 0
-        student = _imitate(ws, teacher, _needed(ws, guide, runs, run), examples, run)
-        steps.save(student, done)
-    start = ws.made("distill-start", teacher, data) or ws.save(student, "distill-start", teacher, data)
+    student = ws.learner(start)
+    done = steps.resume(student)
     engine = await ws.engine(start)
     for step in range(done, ws.config.distill.steps):
         await engine.load_weights(student.state(), start.updates + step)
         await _correct(ws, engine, start, student, guide, tasks, step, run)
         steps.save(student, step + 1)
-    checkpoint = ws.save(student, "distill", teacher, data)
+    checkpoint = ws.save(student, "distill", start, data)
     await engine.load_weights(student.state(), checkpoint.updates)
     ws.holds(checkpoint)
     steps.forget()
@@ -83,7 +79,6 @@ def _imitate(
             advance=advance,
             log=lambda metrics: run.log("distill", **metrics),
         )
-    shutil.rmtree(folder)
     return student
 
 

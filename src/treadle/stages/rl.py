@@ -36,10 +36,7 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
         steps.forget()
         return made
     learner = ws.learner(parent, settings.trained_layers)
-    done = 0
-    if (last := steps.last()) is not None:
-        done, folder = last
-        learner.load(folder)
+    done = steps.resume(learner)
     curriculum = Curriculum(tasks)
     _recall(ws, curriculum, parent, done)
     engine = await ws.engine(parent)
