@@ -39,6 +39,8 @@ def needed_layers(
     layers, embedding = list(base.layers), base.embed_tokens
     check_layers(len(layers), count)
     keep = list(range(len(layers)))
+    if count == len(layers):
+        return keep
 
     def loss(hidden: Tensor | None, left: Sequence[int]) -> float:
         """Mean loss of the layers `left`, fed with `hidden` [1, T, H], or with the tokens."""
