@@ -71,6 +71,7 @@ class Rl(Section, frozen=True):
 
 class Distill(Section, frozen=True):
     layers: int = 11  # decoder layers the student keeps: those its teacher would miss most
+    probes: int = 2  # runs of the teacher's on which layers are left out in turn
     tasks: int = 64  # tasks the teacher is asked to solve for the student
     samples: int = 4  # teacher runs a task
     epochs: int = 2
@@ -215,6 +216,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "rl.trained_layers": (0, MANY),
     "rl.signal_weight": (0, 100),
     "distill.layers": (1, MANY),
+    "distill.probes": (1, MANY),
     "distill.tasks": (1, MANY),
     "distill.samples": (1, MANY),
     "distill.epochs": (1, MANY),

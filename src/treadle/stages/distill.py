@@ -24,8 +24,6 @@ from treadle.training import Steps, demonstrations, fit, imitation
 from treadle.types import Checkpoint, Source, Task, Trajectory
 from treadle.workspace import Workspace
 
-PROBES = 2  # of the teacher's runs, on which layers are left out in turn
-
 
 async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
     """Resumes after imitation, or the last finished step. Raises DataError when the teacher solved nothing."""
@@ -83,10 +81,11 @@ def _imitate(
 
 
 def _needed(ws: Workspace, guide: Learner, runs: Sequence[Trajectory], run: Run) -> list[int]:
-    """The teacher's layers that make the student, by what they do for a few of its own runs."""
-    probes = runs[:: max(1, len(runs) // PROBES)][:PROBES]
-    packs, _ = pack([imitation(t) for t in probes], ws.config.pack_tokens)
-    count = ws.config.distill.layers
+    """The teacher's layers that make the student, by what they do for some of its runs, of middling length."""
+    count, probes = ws.config.distill.layers, ws.config.distill.probes
+    order = sorted(runs, key=lambda t: len(t.tokens()))
+    middling = order[max(0, len(order) - probes) // 2 :][:probes]
+    packs, _ = pack([imitation(t) for t in middling], ws.config.pack_tokens)
     with ws.progress("distill: layers left out", len(guide.model.base_model.layers) - count) as advance:
         kept = needed_layers(guide, packs[0], count, advance)
     run.log("distill-layers", kept=kept)
