@@ -7,6 +7,7 @@ context, and without them a student is fluent and useless. T tokens of a pack ·
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,8 +40,9 @@ def needed_layers(
     layers, embedding = list(base.layers), base.embed_tokens
     check_layers(len(layers), count)
     keep = list(range(len(layers)))
-    if count == len(layers):
-        return keep
+    missed = dict.fromkeys(keep, -math.inf)  # not measured yet, so measured before any goes
+    fresh: set[int] = set()  # those measured since the last removal
+    inputs: dict[int, Tensor] = {}
 
     def loss(hidden: Tensor | None, left: Sequence[int]) -> float:
         """Mean loss of the layers `left`, fed with `hidden` [1, T, H], or with the tokens."""
@@ -49,17 +51,18 @@ def needed_layers(
         return -float(np.mean(teacher.log_probs([pack])[0]))
 
     try:
-        inputs = _inputs(layers, keep, loss)
-        missed = {i: loss(inputs[i], keep[i + 1 :]) for i in keep}
         while len(keep) > count:
-            fresh: set[int] = set()
-            while (least := min(missed, key=missed.__getitem__)) not in fresh:
-                missed[least] = loss(inputs[least], keep[keep.index(least) + 1 :])
-                fresh.add(least)
-            keep.remove(least)
-            del missed[least]
-            inputs = _inputs(layers, keep, loss)
-            progress(1)
+            least = min(missed, key=missed.__getitem__)
+            if least in fresh:
+                keep.remove(least)
+                del missed[least]
+                fresh.clear()
+                progress(1)
+                continue
+            if not fresh:
+                inputs = _inputs(layers, keep, loss)
+            missed[least] = loss(inputs[least], keep[keep.index(least) + 1 :])
+            fresh.add(least)
     finally:
         base.embed_tokens, base.layers = embedding, nn.ModuleList(layers)
     return keep

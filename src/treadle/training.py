@@ -184,14 +184,12 @@ class Steps:
         return done
 
     def save(self, learner: Learner, number: int) -> None:
-        new = learner.save(self.checkpoints / f"{self.prefix}{number:04d}")
-        for folder in self._folders():
-            if folder != new:
-                shutil.rmtree(folder, ignore_errors=True)
+        self.forget(but=learner.save(self.checkpoints / f"{self.prefix}{number:04d}"))
 
-    def forget(self) -> None:
+    def forget(self, but: Path | None = None) -> None:
         for folder in self._folders():
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder != but:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _folders(self) -> list[Path]:
         return list(self.checkpoints.glob(f"{self.prefix}[0-9][0-9][0-9][0-9]"))
