@@ -28,8 +28,9 @@ from treadle.env.repair import (
 from treadle.env.repair.bench import Job, TestBench
 from treadle.env.repair.boundary import contradiction
 from treadle.env.repair.mutate import MAKERS, functions, misspelt, undoing
-from treadle.env.repair.packages import package_sources
-from treadle.env.repair.session import SHOWN, RepairSession
+from treadle.env.repair.packages import PackageSource, package_sources
+from treadle.env.repair.session import SHOWN, RepairSession, scene_of
+from treadle.env.repair.survey import shown_name, survey
 from treadle.errors import DataError, SandboxDead
 from treadle.sandbox.bwrap import BwrapSandbox
 from treadle.types import End, Message, Split, Task, TaskKind, ToolCall, fingerprint
@@ -187,7 +188,7 @@ async def test_a_failure_quotes_the_line_and_python_names_the_right_word(environ
     session = await environment.start(broken())
     said = (await call(session, "run_tests")).content
     assert said == (
-        "File core.py, line 7, in total\n    for number in numbrs:\n"
+        'File "core.py", line 7, in total\n    for number in numbrs:\n'
         "NameError: name 'numbrs' is not defined. Did you mean: 'numbers'?"
     )
     fixed = await call(session, "replace", path="core.py", line=7, old="numbrs", new="numbers")
@@ -196,11 +197,40 @@ async def test_a_failure_quotes_the_line_and_python_names_the_right_word(environ
     assert (await call(session, "run_tests", test="test_largest")).content == "1 passed"
 
 
+async def test_a_module_goes_by_the_name_that_the_task_gives_it(environment: RepairEnvironment) -> None:
+    plain = broken()
+    task = msgspec.structs.replace(plain, public={**plain.public, "shown": "walk.py"})
+    session = await environment.start(task)
+    assert (await call(session, "run_tests")).content.startswith('File "walk.py", line 7, in total')
+    assert "walk.py" in (await call(session, "list_files")).content.split()
+    assert (await call(session, "search", text="numbrs")).content == "walk.py:7: for number in numbrs:"
+    assert "walk.py" in (await call(session, "read", path="wlak.py")).content
+    assert (await call(session, "read", path="./walk.py", start=7)).content.startswith("7:     for number in numbrs:")
+    fixed = await call(session, "replace", path="walk.py", line=7, old="numbrs", new="numbers")
+    assert fixed == ToolResult("line 7 is now: for number in numbers:")
+    assert (await call(session, "run_tests")).content == "1 passed"
+
+
+async def test_training_tasks_name_a_module_like_a_function_and_others_by_its_own_name(
+    pool: Pool, bench: TestBench
+) -> None:
+    source = bench.sources["tiny"]
+    names = {f"{function.name}.py" for function, _ in functions(CORE)}
+    shown = [scene_of(task).shown for task in pool.tasks]
+    assert set(shown) <= names and len(set(shown)) > 1
+    for task in pool.tasks:
+        if task.kind is TaskKind.SOLVABLE:
+            assert task.private["path"] == scene_of(task).shown
+            assert f'Fix "{task.private["path"]}".' in task.messages[-1].content
+    apart = PackageSource(msgspec.structs.replace(TINY, held_out=True), source.root)
+    assert all(shown_name(apart, target) == "" for target in await survey(bench, "tiny"))
+
+
 async def test_a_silent_bug_shows_the_assertion_its_values_and_the_function(environment: RepairEnvironment) -> None:
     session = await environment.start(broken(8, "        result = result - number"))
     said = (await call(session, "run_tests")).content
     assert said.startswith("test_total: assert total([1, 2, 3]) == 6\nassert -6 == 6")
-    assert said.endswith("total is in core.py, lines 6-9")
+    assert said.endswith('total is in "core.py", lines 6-9')
 
 
 async def test_unittest_style_tests_say_as_much(bench: TestBench) -> None:

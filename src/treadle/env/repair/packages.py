@@ -58,7 +58,7 @@ NETWORKX = (
     *(f"generators/{name}" for name in ("cographs", "duplication", "ego", "intersection", "lattice", "line", "trees")),
     "classes/coreviews", "classes/filters", "classes/function", "utils/heaps", "utils/mapped_queue", "utils/misc",
 )  # fmt: skip
-"""Modules whose tests are quick and need no numerical package. Many, so that a policy must read a file's name."""
+"""Modules whose tests are quick and need no numerical package."""
 
 PACKAGES = (
     Package(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -47,12 +47,17 @@ class Scene(Record, frozen=True):
     path: str  # the module it is about
     function: str
     lines: tuple[int, int]  # the function's body
+    shown: str = ""  # the name that the module goes by in this task; "": its own
     tests: tuple[str, ...] = ()  # the failing tests it names
     edits: tuple[tuple[str, int, str], ...] = ()  # (path, line, text): what breaks the package
     added_tests: Mapping[str, str] = msgspec.field(default_factory=dict)  # text at the end of a test file
     other_files: Mapping[str, str] = msgspec.field(
         default_factory=dict
     )  # read-only files that are no part of the package
+
+    def names(self, source: PackageSource) -> dict[str, str]:
+        """By path, what the policy reads and writes instead."""
+        return source.short | ({self.path: self.shown} if self.shown else {})
 
     def public(self) -> dict[str, Any]:
         """Plain JSON values, the same before and after storage."""
@@ -93,6 +98,7 @@ class RepairSession:
     def __init__(self, bench: TestBench, task: Task) -> None:
         self.task, self.scene, self.bench = task, scene_of(task), bench
         self.source = _source(bench, self.scene)
+        self.names = self.scene.names(self.source)
         self.start_files = starting_files(self.source, self.scene)
         self.edited: dict[str, str] = {}  # only files that differ from the start
         self.history: list[tuple[str, str]] = []  # (path, text before)
@@ -131,10 +137,9 @@ class RepairSession:
     # ---------------------------------------------------------------- looking
 
     def list_files(self, dir: str = "") -> ToolResult:
-        short = self.source.short
         paths = [*self.source.modules, *self.source.tests]
         near = [p for p in paths if not dir.strip("/.") or f"/{dir.strip('/')}/" in f"/{p}"]
-        names = [*(short[p] for p in near), *([] if dir.strip("/.") else self.scene.other_files)]
+        names = [*(self.names[p] for p in near), *([] if dir.strip("/.") else self.scene.other_files)]
         if not names:
             return ToolResult(f"no folder {dir}"[:SHOWN_LINE], promised.NO_FILE)
         return ToolResult(_joined(names, " "))
@@ -143,7 +148,7 @@ class RepairSession:
         if not text.strip():
             return ToolResult("give a text to search for", promised.BAD)
         hits = [
-            f"{self.source.short[path]}:{number}: {line.strip()[:SHOWN_LINE]}"
+            f"{self.names[path]}:{number}: {line.strip()[:SHOWN_LINE]}"
             for path in (self.scene.path, *self.source.modules, *self.source.tests)
             if text in (whole := self.text(path))
             for number, line in enumerate(whole.split("\n"), 1)
@@ -154,7 +159,7 @@ class RepairSession:
     def read(self, path: str, start: int = 1, end: int | None = None) -> ToolResult:
         if path in self.scene.other_files:
             return ToolResult(self.scene.other_files[path][:SHOWN])
-        found = self.source.find(path)
+        found = self._find(path)
         if found is None:
             return self._no_file(path)
         lines = self.text(found).split("\n")
@@ -162,6 +167,10 @@ class RepairSession:
             return ToolResult(f"{path} has lines 1 to {len(lines)}", promised.NO_LINE)
         last = min(len(lines), end or start + SHOWN_LINES - 1, start + SHOWN_LINES - 1)
         return ToolResult(_joined([f"{n}: {lines[n - 1][:SHOWN_LINE]}" for n in range(start, last + 1)], "\n"))
+
+    def _find(self, name: str) -> str | None:
+        ours = PurePosixPath(name.strip()).name == self.scene.shown != ""
+        return self.scene.path if ours else self.source.find(name)
 
     def text(self, path: str) -> str:
         return self.edited[path] if path in self.edited else self._started(path)
@@ -203,7 +212,7 @@ class RepairSession:
 
     def _writable(self, path: str) -> tuple[str, ToolResult | None]:
         """The module that the task is about: in others stand helpers that the tests judge by."""
-        found = self.source.find(path)
+        found = self._find(path)
         if found is None and path not in self.scene.other_files:
             return "", self._no_file(path)
         if found != self.scene.path:
@@ -211,7 +220,7 @@ class RepairSession:
         return found, None
 
     def _no_file(self, path: str) -> ToolResult:
-        message = unknown("file", path, self.source.short.values())
+        message = unknown("file", path, self.names.values())
         return ToolResult(message[:SHOWN_LINE], promised.NO_FILE)
 
     def _put(self, path: str, text: str, said: str) -> ToolResult:
@@ -287,7 +296,10 @@ def scene_of(task: Task) -> Scene:
 
 
 def told(source: PackageSource, scene: Scene, verdicts: Mapping[str, Verdict]) -> str:
-    """Short: the innermost frame inside the package and Python's message, or the assertion and its values."""
+    """Short: the innermost frame inside the package and Python's message, or the assertion and its values.
+
+    A file's name stands in quotes, as Python writes it: so it has the same tokens as in a call, and can be copied.
+    """
     wrong = {test: verdict for test, verdict in verdicts.items() if not verdict.passed}
     if not wrong:
         return f"{len(verdicts)} passed"
@@ -301,12 +313,12 @@ def _told(source: PackageSource, scene: Scene, test: str, verdict: Verdict) -> s
     if why is None:
         return f"{name}: {verdict.status}"
     error, code = why.error.removeprefix("AssertionError: ")[:120], (why.code or "").strip()[:SHOWN_LINE]
-    short = source.short.get(why.file, why.file)
+    names = scene.names(source)
     if why.file in source.modules:
         inside = f", in {why.function}" if why.function else ""
-        return f"File {short}, line {why.line}{inside}\n    {code}\n{error}"
+        return f'File "{names[why.file]}", line {why.line}{inside}\n    {code}\n{error}'
     start, end = scene.lines
-    place = f"{scene.function} is in {source.short[scene.path]}, lines {start}-{end}"
+    place = f'{scene.function} is in "{names[scene.path]}", lines {start}-{end}'
     return f"{name}: {code}\n{error}\n{place}" if code else f"{name}: {error}"
 
 
@@ -314,7 +326,7 @@ def request(source: PackageSource, scene: Scene, verdicts: Mapping[str, Verdict]
     """What the user asks for: the named tests, and how they fail now. What passes is not told: it would be a hint."""
     tests = " and ".join(test.split("::")[-1] for test in scene.tests)
     said = told(source, scene, {test: verdict for test, verdict in verdicts.items() if not verdict.passed})
-    return f"Make test{'s' * (len(scene.tests) > 1)} {tests} pass. Fix {source.short[scene.path]}.\n{said}"
+    return f'Make test{"s" * (len(scene.tests) > 1)} {tests} pass. Fix "{scene.names(source)[scene.path]}".\n{said}'
 
 
 def starting_files(source: PackageSource, scene: Scene) -> dict[str, str]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
+from functools import lru_cache
+from pathlib import PurePosixPath
 
 import msgspec
 
 from treadle.env.repair.bench import Job, Run, TestBench, Verdict
 from treadle.env.repair.mutate import Function, functions
+from treadle.env.repair.packages import PackageSource
 from treadle.types import Record, Split
 
 SLOW = 0.25  # seconds, traced: a slower test is no use to an episode
@@ -43,6 +47,21 @@ def split_of(target: Target, held_out: bool) -> Split:
     if held_out or at > sum(SHARES.values()):
         return Split.HELD_OUT
     return Split.TRAIN if at < SHARES["train"] else Split.VALIDATION
+
+
+def shown_name(source: PackageSource, target: Target) -> str:
+    """What a training task calls the function's module: like some other function, so that a policy learns to copy a
+    file's name rather than to know it. "" for a package held out: its modules keep their names.
+    """
+    if source.package.held_out:
+        return ""
+    return random.Random(target.key).choice(_free_names(source))
+
+
+@lru_cache(maxsize=16)
+def _free_names(source: PackageSource) -> tuple[str, ...]:
+    defined = {f"{f.name}.py" for path in source.modules for f, _ in functions(source.text(path))}
+    return tuple(sorted(defined - {PurePosixPath(path).name for path in source.short})) or ("",)
 
 
 async def survey(bench: TestBench, package: str) -> list[Target]:

@@ -19,7 +19,7 @@ from treadle.env.repair.contract import opening
 from treadle.env.repair.mutate import MAKERS, Change, functions, undoing
 from treadle.env.repair.packages import PackageSource
 from treadle.env.repair.session import RIGHT_ACT, RepairEnvironment, Scene, request, scene_of
-from treadle.env.repair.survey import Target, split_of, survey
+from treadle.env.repair.survey import Target, shown_name, split_of, survey
 from treadle.types import Message, Record, Task, TaskKind, fingerprint, from_json, to_builtins, to_json
 
 MAKING = ("bench", "boundary", "contract", "mutate", "packages", "runner", "session", "survey", "tasks")
@@ -200,6 +200,7 @@ def _task(bench: TestBench, candidate: _Candidate, failing: Sequence[str], seed:
         path=target.path,
         function=function.name,
         lines=(function.start, function.end),
+        shown=shown_name(source, target),
         tests=named,
         edits=((target.path, change.line, candidate.line),),
     )
@@ -212,7 +213,7 @@ def _task(bench: TestBench, candidate: _Candidate, failing: Sequence[str], seed:
         messages=(),
         public=scene.public(),
         private={
-            "path": source.short[target.path],
+            "path": scene.names(source)[target.path],
             "line": change.line,
             "old": old,
             "new": new,
