@@ -138,14 +138,14 @@ def test_counts() -> None:
     found = behaviour(episode(FAILS, broken, edit(FIX_A), FAILS, edit(FIX_A), edit(FIX_B), PASSES, SUBMIT))
     assert (found.calls, found.valid_json_calls, found.invalid_calls) == (8, 7, 1)
     assert (found.test_runs, found.failed_test_runs) == (3, 2)
-    assert (found.edits, found.edits_after_failure, found.repeats_after_failure) == (4, 2, 1)
+    assert (found.edits, found.calls_after_failure, found.repeats_after_failure) == (4, 5, 1)
     assert found.sampled_tokens == 80
 
 
 def test_the_first_run_shows_the_bug_and_is_no_failed_try() -> None:
     """Every episode begins with failing tests; to recover there must have been a try."""
     assert behaviour(episode(FAILS, edit(FIX_A), PASSES, SUBMIT)).recovered_after_failed_run is None
-    assert behaviour(episode(FAILS, edit(FIX_A), PASSES, SUBMIT)).edits_after_failure == 0
+    assert behaviour(episode(FAILS, edit(FIX_A), PASSES, SUBMIT)).calls_after_failure == 0
     tried = (FAILS, edit(FIX_A), FAILS, edit(FIX_B), PASSES, SUBMIT)
     assert behaviour(episode(*tried)).recovered_after_failed_run is True
     assert behaviour(episode(*tried, reward=0.0)).recovered_after_failed_run is False, "the hidden tests disagree"

@@ -100,7 +100,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     by_level: dict[str, Rate]  # reward 1, by the task's label "level"
     by_kind: dict[str, Rate]
     recovery: Rate  # episodes solved after tests had failed on a try of theirs
-    repeats: Rate  # edits after a failed try that had been tried before
+    repeats: Rate  # calls that try again what is known to have failed, of those made when anything is
     invalid_calls: Rate
     valid_json: Rate
     tokens_per_solved: float | None  # all tokens sampled on solvable tasks / solved ones; None when none was solved
@@ -137,7 +137,7 @@ def summarise(played: Sequence[tuple[Task, Trajectory]]) -> Summary:
         by_level=_by([p.task.labels.get("level", "none") for p in rated], rated),
         by_kind=_by([str(p.task.kind) for p in rated], rated),
         recovery=_known(b.recovered_after_failed_run for b in seen),
-        repeats=rate(sum(b.repeats_after_failure for b in seen), sum(b.edits_after_failure for b in seen)),
+        repeats=rate(sum(b.repeats_after_failure for b in seen), sum(b.calls_after_failure for b in seen)),
         invalid_calls=rate(sum(b.invalid_calls for b in seen), calls),
         valid_json=rate(sum(b.valid_json_calls for b in seen), calls),
         tokens_per_solved=sum(p.behaviour.sampled_tokens for p in solvable) / solved if solved else None,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LEGEND = (
     "success: of tasks to be solved; intervals that overlap show no difference · recovery: solved after a failed try",
-    "repeats: edits after a failed try that were tried before · boundary: rightly asked, refused or gave up",
+    "repeats: calls after a failure that try again what failed · boundary: rightly asked, refused or gave up",
     "invalid: calls that were turned down · tokens/solved: sampled for each solved task · –: nothing to measure",
 )
 GREEN, BLUE, ORANGE, PINK = "#1b9e77", "#3366aa", "#d95f02", "#cc3377"

@@ -65,18 +65,19 @@ class _History:
 
     def __init__(self) -> None:
         self.edits: dict[bytes, int] = {}  # edits in place, in order -> the node that made each
-        self.tried: set[bytes] = set()  # every edit, also those turned down
         self.failed: dict[bytes, str] = {}  # edits with which tests failed -> where
         self.refused: dict[bytes, str] = {}  # calls turned down since the state last changed -> how
         self.failed_try = False  # tests have failed after an edit
+
+    @property
+    def knows_failures(self) -> bool:
+        return bool(self.failed or self.refused)
 
     def repeats(self, call: ToolCall) -> str | None:
         return self.failed.get(_key(call)) or self.refused.get(_key(call))
 
     def add(self, reply: Node, call: ToolCall, result: Node | None) -> None:
         key, code = _key(call), why_invalid(call, result)
-        if call.name in EDIT_TOOLS:
-            self.tried.add(key)
         if code:
             self.refused.setdefault(key, f"{code} at node {reply.id}")
         elif call.name in EDIT_TOOLS:
@@ -137,8 +138,8 @@ class Behaviour(msgspec.Struct, kw_only=True):
     test_runs: int = 0
     failed_test_runs: int = 0
     edits: int = 0
-    edits_after_failure: int = 0  # edits that follow a failed try
-    repeats_after_failure: int = 0  # of these, those that were tried before
+    calls_after_failure: int = 0  # made when something is known to have failed: a call, or an edit by its tests
+    repeats_after_failure: int = 0  # of these, those that try it again
     recovered_after_failed_run: bool | None = None  # None: there was no failed try
     sampled_tokens: int = 0
 
@@ -153,10 +154,9 @@ def behaviour(trajectory: Trajectory) -> Behaviour:
             found.calls += 1
             found.valid_json_calls += call.arguments is not None
             found.invalid_calls += why_invalid(call, result) is not None
-            if call.name in EDIT_TOOLS:
-                found.edits += 1
-                found.edits_after_failure += history.failed_try
-                found.repeats_after_failure += history.failed_try and _key(call) in history.tried
+            found.edits += call.name in EDIT_TOOLS
+            found.calls_after_failure += history.knows_failures
+            found.repeats_after_failure += history.repeats(call) is not None
             if result is not None and is_test_run(result):
                 passed = not test_run_failed(result)
                 found.test_runs += 1

@@ -180,7 +180,7 @@ def credit(groups: list[Group], signal_weight: float) -> tuple[list[Example], di
             ]
     behaviours = [behaviour(t) for t in graded]
     calls = sum(b.calls for b in behaviours)
-    edits = sum(b.edits_after_failure for b in behaviours)
+    after_failure = sum(b.calls_after_failure for b in behaviours)
     return examples, {
         "reward": _share(sum(t.outcome.reward or 0.0 for t in graded), len(graded)),
         "groups": float(len(groups)),
@@ -188,7 +188,7 @@ def credit(groups: list[Group], signal_weight: float) -> tuple[list[Example], di
         "ungraded": float(sum(map(len, groups)) - len(graded)),
         "rows": float(len(examples)),
         "invalid_calls": _share(sum(b.invalid_calls for b in behaviours), calls),
-        "repeats": _share(sum(b.repeats_after_failure for b in behaviours), edits),
+        "repeats": _share(sum(b.repeats_after_failure for b in behaviours), after_failure),
         "sampled_tokens": _share(sum(t.sampled_tokens() for t in graded), len(graded)),
     }
 
