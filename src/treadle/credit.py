@@ -172,7 +172,9 @@ def returns(rewards_T: ArrayLike, mask_T: ArrayLike, gamma: float) -> Floats:
 
 
 def gae(rewards_T: ArrayLike, values_T: ArrayLike, mask_T: ArrayLike, gamma: float, lam: float) -> Floats:
-    """Generalised advantage estimation that skips observations (masked tokens get 0 and pass everything through)."""
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438) that skips observations: masked tokens
+    get 0 and pass everything through.
+    """
     moved_T, values_T = onto_trained(rewards_T, mask_T), np.asarray(values_T, dtype=np.float64)
     advantages_T = np.zeros(len(moved_T))
     advantage = next_value = 0.0

@@ -91,7 +91,8 @@ def aggregate(loss_N: Tensor, row_N: Tensor, aggregation: str) -> Tensor:
 
 
 def kl_estimate(logp_N: Tensor, reference_N: Tensor, estimator: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference): k1 = log-ratio, k2 = k1^2 / 2, k3 = exp(-k1) + k1 - 1.
+    """Per-token estimate of KL(policy || reference): k1 = log-ratio, k2 = k1^2 / 2, k3 = exp(-k1) + k1 - 1
+    (Schulman 2020, "Approximating KL divergence").
 
     As a *loss*, only k2 has the true gradient on the policy's own samples; k1 has none in expectation.
     """
@@ -106,7 +107,11 @@ def kl_estimate(logp_N: Tensor, reference_N: Tensor, estimator: str) -> Tensor:
 
 
 def clipped_objective(ratio_N: Tensor, advantage_N: Tensor, low: float, high: float, bound: float) -> Tensor:
-    """-min(rA, clip(r, 1-low, 1+high) A); for A < 0 at most -bound x A (dual clip)."""
+    """-min(rA, clip(r, 1-low, 1+high) A); for A < 0 at most -bound x A.
+
+    Clip: Schulman et al. 2017 (arXiv:1707.06347); two bounds: Yu et al. 2025 (arXiv:2503.14476); dual clip: Ye et al.
+    2020 (arXiv:1912.09729).
+    """
     clipped_N = ratio_N.clamp(1.0 - low, 1.0 + high)
     loss_N = torch.maximum(-ratio_N * advantage_N, -clipped_N * advantage_N)
     return torch.where(advantage_N < 0, torch.minimum(loss_N, -bound * advantage_N), loss_N)
@@ -167,10 +172,11 @@ def policy_loss(
 ) -> Loss:
     """Policy gradient on recorded rollouts; `weight_N` is the advantage.
 
-    kind: "clip" (PPO, asymmetric), "gspo" (one ratio a row, exp of the mean log-ratio) or "cispo" (the clipped ratio,
-    1-clip_low .. 1+clip_high, as a constant weight of the log-prob).
-    correction: "decoupled" multiplies by sg[min(rho, tis)], rho = old/behaviour, and masks rows by the geometric mean
-    of rho; "bypass" takes the behaviour policy for the old one, and no rho. Without `old_logp_N` the old policy is the
+    kind: "clip" (PPO, asymmetric), "gspo" (one ratio a row, exp of the mean log-ratio: Zheng et al. 2025,
+    arXiv:2507.18071) or "cispo" (the clipped ratio, 1-clip_low .. 1+clip_high, as a constant weight of the log-prob:
+    MiniMax 2025, arXiv:2506.13585).
+    correction: "decoupled" (Hilton et al. 2021, arXiv:2110.00641) multiplies by sg[min(rho, tis)], rho =
+    old/behaviour, and masks rows by the geometric mean of rho; "bypass" takes the behaviour policy for the old one, and no rho. Without `old_logp_N` the old policy is the
     current one (one update a batch), so the ratio is exactly 1. `kl_weight` adds KL to `reference_logp_N`.
     """
     if kl_weight and kl_estimator == "k1":
@@ -240,7 +246,8 @@ def _needed(value: Tensor | None, name: str) -> Tensor:
 
 
 def dpo(beta: float = 0.1) -> Loss:
-    """Sum over pairs of -logsigmoid(beta (delta chosen - delta rejected)), delta = log policy - log reference.
+    """Sum over pairs of -logsigmoid(beta (delta chosen - delta rejected)), delta = log policy - log reference
+    (Rafailov et al. 2023, arXiv:2305.18290).
 
     Both rows of a pair are in one pack, with the tokens of their shared prefix left out. Divisor: pairs.
     """
@@ -296,7 +303,9 @@ def shared_width(student_NV: Tensor, teacher_NV: Tensor, vocabulary: int | None)
 
 
 def reverse_kl(temperature: float = 1.0, vocabulary: int | None = None) -> Loss:
-    """Sum of weight x KL(student || teacher) over the whole vocabulary: for the student's own samples."""
+    """Sum of weight x KL(student || teacher) over the whole vocabulary: for the student's own samples
+    (Agarwal et al. 2024, arXiv:2306.13649).
+    """
     return _teacher_kl(temperature, vocabulary, reverse=True)
 
 
