@@ -176,8 +176,9 @@ def policy_loss(
     arXiv:2507.18071) or "cispo" (the clipped ratio, 1-clip_low .. 1+clip_high, as a constant weight of the log-prob:
     MiniMax 2025, arXiv:2506.13585).
     correction: "decoupled" (Hilton et al. 2021, arXiv:2110.00641) multiplies by sg[min(rho, tis)], rho =
-    old/behaviour, and masks rows by the geometric mean of rho; "bypass" takes the behaviour policy for the old one, and no rho. Without `old_logp_N` the old policy is the
-    current one (one update a batch), so the ratio is exactly 1. `kl_weight` adds KL to `reference_logp_N`.
+    old/behaviour, and masks rows by the geometric mean of rho; "bypass" takes the behaviour policy for the old one,
+    and no rho. Without `old_logp_N` the old policy is the current one (one update a batch), so the ratio is exactly 1.
+    `kl_weight` adds KL to `reference_logp_N`.
     """
     if kl_weight and kl_estimator == "k1":
         raise UserError("k1 as a loss has zero expected gradient: use kl_estimator 'k2' (true gradient) or 'k3'")
