@@ -4,9 +4,9 @@ from treadle.curriculum import Curriculum
 from treadle.types import Message, Task, TaskKind
 
 
-def make(name: str, level: str = "1") -> Task:
+def make(name: str, level: str = "1", kind: TaskKind = TaskKind.SOLVABLE) -> Task:
     message = Message(role="user", content=name)
-    return Task(id=name, environment="e", kind=TaskKind.SOLVABLE, messages=(message,), labels={"level": level})
+    return Task(id=name, environment="e", kind=kind, messages=(message,), labels={"level": level})
 
 
 def test_tasks_at_the_edge_of_ability_are_practised_most() -> None:
@@ -42,3 +42,24 @@ def test_the_same_seed_chooses_the_same_tasks() -> None:
     assert chosen[0] == chosen[1]
     assert len(set(chosen[0])) == 8
     assert not set(chosen[0]) & {t.id for t in curriculum.choose(8, np.random.default_rng(3), frozenset(chosen[0]))}
+
+
+def test_a_share_of_each_choice_is_not_to_be_solved() -> None:
+    """Tasks that ask for a fix are at the edge, the others are hopeless: without the share none of them comes up."""
+    fixes = [make(f"fix{i}") for i in range(20)]
+    others = [make(f"ask{i}", kind=TaskKind.UNDERSPECIFIED) for i in range(3)]
+    curriculum = Curriculum([*fixes, *others])
+    for task in fixes:
+        curriculum.observe(task.id, [1.0, 0.0] * 8)
+    for task in others:
+        curriculum.observe(task.id, [0.0] * 64)
+
+    def asked(count: int, boundary: float) -> int:
+        chosen = curriculum.choose(count, np.random.default_rng(0), boundary=boundary)
+        assert len({task.id for task in chosen}) == count
+        return sum(task.kind is TaskKind.UNDERSPECIFIED for task in chosen)
+
+    assert asked(10, 0.0) == 0
+    assert asked(10, 0.2) == 2
+    assert asked(10, 0.9) == 3  # there are no more of them
+    assert asked(23, 0.0) == 3

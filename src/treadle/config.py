@@ -59,6 +59,7 @@ class Rl(Section, frozen=True):
     steps: int = 8
     tasks: int = 8  # groups a step
     group: int = 8  # rollouts of one task
+    boundary: float = 0.2  # least share of a step's groups whose right act is to ask, refuse or give up
     refills: int = 4  # extra groups a step may sample in place of those without spread
     learning_rate: float = 4e-5
     minibatches: int = 1  # updates a step; the clip matters from the second on
@@ -207,6 +208,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "rl.steps": (1, MANY),
     "rl.tasks": (1, MANY),
     "rl.group": (2, MANY),
+    "rl.boundary": (0, 1),
     "rl.refills": (0, MANY),
     "rl.learning_rate": (1e-12, 0.1),
     "rl.minibatches": (1, MANY),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from treadle.types import Task
+from treadle.types import Task, TaskKind
 
 PRIOR_STRENGTH = 2.0  # how many rollouts the family's mean counts for
 FORGET = 0.9  # older outcomes count less, because the policy moves
@@ -32,8 +32,14 @@ class Curriculum:
         self._passed[task_id] = FORGET * self._passed[task_id] + sum(graded)
         self._failed[task_id] = FORGET * self._failed[task_id] + len(graded) - sum(graded)
 
-    def choose(self, count: int, rng: np.random.Generator, exclude: frozenset[str] = frozenset()) -> list[Task]:
-        """`count` different tasks, by Thompson sampling of p(1-p): uncertain tasks get their turn too."""
+    def choose(
+        self, count: int, rng: np.random.Generator, exclude: frozenset[str] = frozenset(), *, boundary: float = 0.0
+    ) -> list[Task]:
+        """`count` different tasks, by Thompson sampling of p(1-p): uncertain tasks get their turn too.
+
+        At least the share `boundary` of them are not to be solved, as long as there are such: to ask, to refuse and to
+        give up are unlearnt where only solving is practised.
+        """
         names = sorted(self.tasks.keys() - exclude)
         prior = self._family_means()
         scores = {}
@@ -44,8 +50,10 @@ class Curriculum:
                 self._failed[name] + PRIOR_STRENGTH * (1 - mean) + 1e-3,
             )
             scores[name] = p * (1 - p)
-        best = sorted(names, key=lambda name: (-scores[name], name))[:count]
-        return [self.tasks[name] for name in best]
+        ranked = sorted(names, key=lambda name: (-scores[name], name))
+        kept = [name for name in ranked if self.tasks[name].kind is not TaskKind.SOLVABLE][: round(boundary * count)]
+        best = kept + [name for name in ranked if name not in kept]
+        return [self.tasks[name] for name in best[:count]]
 
     def pass_rate(self, task_id: str) -> float:
         """Posterior mean."""

@@ -150,7 +150,7 @@ async def _correct(
             reverse_kl(),
             rows=settings.rows,
             epochs=1,
-            learning_rate=settings.learning_rate / 4,  # it imitates well by now
+            learning_rate=settings.learning_rate / 2,  # it imitates well by now
             pack_tokens=ws.config.pack_tokens,
             seed=ws.config.seed + step,
             advance=advance,

@@ -102,7 +102,7 @@ async def _sample(ws: Workspace, engine: Engine, parent: Checkpoint, curriculum:
     """A group for each chosen task; groups without spread are made up for by others, within the bound."""
     settings = ws.config.rl
     rng = np.random.default_rng([ws.config.seed, step])
-    chosen = curriculum.choose(settings.tasks, rng)
+    chosen = curriculum.choose(settings.tasks, rng, boundary=settings.boundary)
     groups = await _play(ws, engine, parent, chosen, step, f"rl {step + 1}/{settings.steps}")
     flat = sum(not has_spread([t.outcome.reward for t in group]) for group in groups)
     if min(flat, settings.refills) > 0:
