@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from treadle.report import read_metrics
 from treadle.store import Store
-from treadle.types import Source
+from treadle.types import Source, is_solved
 
 # Tasks whose right act is to ask, to refuse or to give up: a tiny model learns from scratch when to do which.
 SETTINGS = """
@@ -137,6 +137,19 @@ def test_rollouts_carry_what_training_needs(turned: Path) -> None:
             sampled = [i for i, m in enumerate(node.mask) if m]
             assert all(node.log_probs[i] is not None and node.versions[i] is not None for i in sampled)
     store.close()
+
+
+def test_a_student_imitates_what_its_teacher_solved_on_the_way(turned: Path) -> None:
+    """In an order that doesn't hang on which rollout finished first."""
+    store = Store(turned / "treadle.db")
+    solved = sorted(
+        t.id
+        for t in store.trajectories(source=Source.ROLLOUT)
+        if t.id.startswith("rl-") and is_solved(t.outcome.reward)
+    )
+    (start,) = store.checkpoints("distill-start")
+    store.close()
+    assert solved and [name for name in start.data if name.startswith("rl-")] == solved
 
 
 def test_rl_goes_on_past_steps_without_signal_and_fails_if_all_are(turned: Path, tmp_path: Path) -> None:

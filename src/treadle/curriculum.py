@@ -7,6 +7,7 @@ p^n + (1-p)^n for pass rate p and n rollouts, least at p = 1/2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import ceil
 
 import numpy as np
 
@@ -51,7 +52,8 @@ class Curriculum:
             )
             scores[name] = p * (1 - p)
         ranked = sorted(names, key=lambda name: (-scores[name], name))
-        kept = [name for name in ranked if self.tasks[name].kind is not TaskKind.SOLVABLE][: round(boundary * count)]
+        others = [name for name in ranked if self.tasks[name].kind is not TaskKind.SOLVABLE]
+        kept = others[: ceil(boundary * count - 1e-9)]
         best = kept + [name for name in ranked if name not in kept]
         return [self.tasks[name] for name in best[:count]]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from treadle.errors import DataError
 from treadle.feedback.process import Behaviour, behaviour
-from treadle.types import FailureKind, Task, TaskKind, Trajectory
+from treadle.types import FailureKind, Task, TaskKind, Trajectory, is_solved
 
 Z95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 RESAMPLES = 10_000
@@ -114,8 +114,7 @@ class _Played(msgspec.Struct):
 
     @property
     def solved(self) -> bool:
-        reward = self.trajectory.outcome.reward
-        return reward is not None and reward >= 1
+        return is_solved(self.trajectory.outcome.reward)
 
 
 def summarise(played: Sequence[tuple[Task, Trajectory]]) -> Summary:

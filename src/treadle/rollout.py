@@ -49,9 +49,9 @@ class Job(msgspec.Struct, frozen=True):
     group: str | None = None
 
 
-def rollout_seed(run_seed: int, step: int, task_id: str, member: int) -> int:
-    """Reproducible and distinct for every member of every group."""
-    text = f"{run_seed}/{step}/{task_id}/{member}".encode()
+def rollout_seed(run_seed: int, purpose: int | str, task_id: str, member: int) -> int:
+    """Reproducible, and distinct for every purpose (a stage, its step, a turn) and every member of every group."""
+    text = f"{run_seed}/{purpose}/{task_id}/{member}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:6], "big")
 
 

@@ -64,7 +64,7 @@ def _tokenised(node: Node, renderer: Renderer, contract: Contract) -> Node:
 
 
 def imitation(trajectory: Trajectory) -> Example:
-    """Train every reply of a trajectory but mistakes, which stay as context.
+    """Train every reply on a trajectory's last path, which is what was graded, but mistakes, which stay as context.
 
     Mistakes are replies marked so in the log, and those that a step signal finds. A reply copied from another
     trajectory is trained there.
@@ -72,7 +72,7 @@ def imitation(trajectory: Trajectory) -> Example:
     faulty = {signal.node for signal in step_signals(trajectory) if (signal.value or 0.0) < 0}
     weights = {
         node.id: 1.0
-        for node in trajectory.nodes
+        for node in trajectory.path()
         if node.message.role == "assistant"
         and node.id not in faulty
         and not node.extra.keys() & {"untrained", "copied_from"}
@@ -90,7 +90,7 @@ def batches(items: Sequence[Item], rows: int, epochs: int, seed: int) -> Iterato
 
 
 def warmup_decay(step: int, steps: int, peak: float, warmup: float = 0.1) -> float:
-    """Linear rise over the first share of the steps, then linear fall to a tenth."""
+    """Linear rise over the first share of the steps, then linear fall towards a tenth, which the next would have."""
     rise = max(1, round(warmup * steps))
     if step < rise:
         return peak * (step + 1) / rise
@@ -111,13 +111,15 @@ def update(
     return metrics | learner.step(learning_rate), report
 
 
-COUNTS = {"tokens", "tokens_computed", "tokens_trained", "seconds", "dropped_rows", "cut_rows", "cut_trained_tokens"}
+COUNTS = {"tokens", "tokens_computed", "tokens_trained", "seconds", "cut_rows", "cut_trained_tokens"}
+LEFT_OUT = "left out: "  # begins the name of a count of rows, and the reason follows
 
 
 def joined(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     """One metrics row of several calls to a learner: counts are sums, all else is the last that was told."""
     found = {name: value for part in parts for name, value in part.items()}
-    found |= {name: sum(part.get(name, 0.0) for part in parts) for name in COUNTS & found.keys()}
+    counts = [name for name in found if name in COUNTS or name.startswith(LEFT_OUT)]
+    found |= {name: sum(part.get(name, 0.0) for part in parts) for name in counts}
     if "tokens_per_second" in found:
         found["tokens_per_second"] = found["tokens"] / found["seconds"]
     return found
@@ -125,11 +127,8 @@ def joined(parts: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def cuts(report: DropReport) -> dict[str, float]:
     """What the packs had to leave out, for a metrics row."""
-    return {
-        "dropped_rows": float(sum(report.dropped.values())),
-        "cut_rows": float(report.cut_rows),
-        "cut_trained_tokens": float(report.cut_trained_tokens),
-    }
+    dropped = {f"{LEFT_OUT}{reason}": float(count) for reason, count in report.dropped.items()}
+    return {"cut_rows": float(report.cut_rows), "cut_trained_tokens": float(report.cut_trained_tokens), **dropped}
 
 
 def fit(
@@ -157,7 +156,7 @@ def fit(
         told = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         raise DataError(f"nothing to train in {len(reasons)} rows ({told}): pack_tokens is {pack_tokens}; raise it")
     if left_out:
-        log({f"left out: {reason}": float(count) for reason, count in left_out.items()})
+        log({f"{LEFT_OUT}{reason}": float(count) for reason, count in left_out.items()})
         advance(sum(left_out.values()) * epochs)
     plan = list(batches(examples, rows, epochs, seed))
     for step, batch in enumerate(plan):

@@ -177,6 +177,11 @@ class Outcome(Record, frozen=True):
     detail: str = ""
 
 
+def is_solved(reward: float | None) -> bool:
+    """Whether a reward says that the task was done as asked: 1, the most a verifier gives. Ungraded is not solved."""
+    return reward is not None and reward >= 1
+
+
 class Source(StrEnum):
     LOG = "log"
     ROLLOUT = "rollout"

@@ -141,6 +141,11 @@ class Workspace:
         """Changes when the stage would do something else: what it has half done under another key is not taken up."""
         return fingerprint([stage, parent.id, self.fingerprint, self.stage_config(stage)])
 
+    def practised(self, checkpoint: Checkpoint) -> str:
+        """How the groups begin that a stage sampled on its way to this checkpoint of its."""
+        key = fingerprint([checkpoint.stage, checkpoint.parent, *checkpoint.contracts, checkpoint.config])
+        return f"{checkpoint.stage}-{key}-"
+
     def stage_config(self, stage: str) -> dict[str, Any]:
         """The seed, the stage's own section, and how episodes are sampled.
 

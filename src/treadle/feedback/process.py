@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import msgspec
 
-from treadle.types import Layer, Node, Signal, ToolCall, Trajectory, to_json
+from treadle.types import Layer, Node, Signal, ToolCall, Trajectory, is_solved, to_json
 
 # ---------------------------------------------------------------- all that is known here of particular environments
 
@@ -164,5 +164,5 @@ def behaviour(trajectory: Trajectory) -> Behaviour:
             history.add(reply, call, result)
     reward = trajectory.outcome.reward
     if history.failed_try:
-        found.recovered_after_failed_run = passed if reward is None else reward >= 1
+        found.recovered_after_failed_run = passed if reward is None else is_solved(reward)
     return found

@@ -14,7 +14,7 @@ from treadle.feedback.process import behaviour, step_signals
 from treadle.pool.dedup import NearDuplicates, task_words, trajectory_key, trajectory_words, words
 from treadle.pool.leakage import HeldOutTexts
 from treadle.store import Disposition, Store, task_of
-from treadle.types import End, FailureKind, Layer, Source, Split, Task, TaskKind, Trajectory, fingerprint
+from treadle.types import End, FailureKind, Layer, Source, Split, Task, TaskKind, Trajectory, fingerprint, is_solved
 
 STAGE = "curate"
 CANDIDATES = (Source.LOG, Source.SERVED)
@@ -224,7 +224,7 @@ def _copied(trajectory: Trajectory, task: str | None, seen: dict[str, str], near
 
 def _noise(trajectory: Trajectory) -> Decision | None:
     """Solved, but not worth imitating. A failed run may be as noisy as it likes: it is only used in pairs."""
-    if not _solved(trajectory):
+    if not is_solved(reward_of(trajectory)):
         return None
     replies, unsound = _imitated(trajectory)
     if replies == 0:
@@ -236,7 +236,7 @@ def _noise(trajectory: Trajectory) -> Decision | None:
 
 def _sound(trajectory: Trajectory, task: Task | None) -> Decision | None:
     """The fate of a solved run; None when it is not solved."""
-    if not _solved(trajectory):
+    if not is_solved(reward_of(trajectory)):
         return None
     if task is not None and task.kind is not TaskKind.SOLVABLE:
         return Fate.BOUNDARY, f"{task.kind}: the right act ({trajectory.outcome.end})"
@@ -251,11 +251,6 @@ def _imitated(trajectory: Trajectory) -> tuple[int, int]:
     marks = {n.id for n in trajectory.path() if n.extra.get("untrained") or n.extra.get("copied_from")}
     replies = {n.id for n in trajectory.path() if n.message.role == "assistant"} - marks
     return len(replies), len(replies & {signal.node for signal in step_signals(trajectory)})
-
-
-def _solved(trajectory: Trajectory) -> bool:
-    reward = reward_of(trajectory)
-    return reward is not None and reward >= 1
 
 
 def _failed(sibling: str | None) -> Decision:

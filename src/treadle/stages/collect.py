@@ -16,7 +16,7 @@ from treadle.engine.scripted import ScriptedEngine
 from treadle.env.repair.solver import Solver, solver_script
 from treadle.pool.formats import openai_chat
 from treadle.rollout import Job, Loop, rollout_seed
-from treadle.types import SamplingParams, Task, TaskKind, Trajectory, fingerprint, to_json
+from treadle.types import SamplingParams, Task, TaskKind, Trajectory, fingerprint, is_solved, to_json
 from treadle.workspace import Workspace
 
 
@@ -36,7 +36,7 @@ async def collect(ws: Workspace, turn: int = 1) -> dict[str, Any]:
         "path": str(path.relative_to(ws.path)),
         "digest": fingerprint(rows),
         "trajectories": len(done),
-        "solved": sum(trajectory.outcome.reward == 1 for trajectory in done),
+        "solved": sum(is_solved(trajectory.outcome.reward) for trajectory in done),
         "with_mistakes": sum(map(bool, mistakes.values())),
     }
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treadle.batch import Example, pack
+from treadle.batch import Example, pack, unfit
 from treadle.credit import decisions
 from treadle.engine.base import Engine
 from treadle.errors import DataError
@@ -21,7 +21,7 @@ from treadle.prune import needed_layers, prune_layers
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
 from treadle.training import Steps, demonstrations, fit, imitation
-from treadle.types import Checkpoint, Source, Task, Trajectory
+from treadle.types import Checkpoint, Source, Task, Trajectory, is_solved
 from treadle.workspace import Workspace
 
 
@@ -47,7 +47,7 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
     done = steps.resume(student)
     engine = await ws.engine(start)
     for step in range(done, ws.config.distill.steps):
-        await engine.load_weights(student.state(), start.updates + step)
+        await engine.load_weights(student.state(), start.updates + student.updates)
         await _correct(ws, engine, start, student, guide, tasks, step, run)
         steps.save(student, step + 1)
     checkpoint = ws.save(student, "distill", start, data)
@@ -83,9 +83,10 @@ def _imitate(
 def _needed(ws: Workspace, guide: Learner, runs: Sequence[Trajectory], run: Run) -> list[int]:
     """The teacher's layers that make the student, by what they do for some of its runs, of middling length."""
     count, probes = ws.config.distill.layers, ws.config.distill.probes
-    order = sorted(runs, key=lambda t: len(t.tokens()))
+    rows = [row for t in runs if unfit(row := imitation(t), ws.config.pack_tokens) is None]
+    order = sorted(rows, key=lambda row: len(row.trajectory.tokens()))
     middling = order[max(0, len(order) - probes) // 2 :][:probes]
-    packs, _ = pack([imitation(t) for t in middling], ws.config.pack_tokens)
+    packs, _ = pack(middling, probes * ws.config.pack_tokens)
     with ws.progress("distill: layers left out", len(guide.model.base_model.layers) - count) as advance:
         kept = needed_layers(guide, packs[0], count, advance)
     run.log("distill-layers", kept=kept)
@@ -104,7 +105,7 @@ async def _teacher_runs(ws: Workspace, teacher: Checkpoint, tasks: list[Task]) -
     jobs = _jobs(f"distill-{teacher.id}-{ws.config.seed}", places, ws.config.seed)
     engine = await ws.engine(teacher)
     played = await ws.play(engine, teacher.id, jobs, 1.0, "distill: teacher runs")
-    solved = [t for t in played if t.outcome.reward == 1]
+    solved = [t for t in played if is_solved(t.outcome.reward)]
     if not solved:
         raise DataError(f"distill: the teacher solved none of {len(jobs)} runs, so there is nothing to learn from it")
     return ws.store.admit_training(solved)
@@ -112,15 +113,21 @@ async def _teacher_runs(ws: Workspace, teacher: Checkpoint, tasks: list[Task]) -
 
 def _solved_before(ws: Workspace, teacher: Checkpoint) -> list[Trajectory]:
     """What the policies solved that became the teacher, step by step: they are there already."""
+    practised = ws.practised(teacher)
     rollouts = ws.store.trajectories(source=Source.ROLLOUT)
-    made = [t for t in rollouts if t.policy.startswith(f"{teacher.parent}+") and t.outcome.reward == 1]
-    return ws.store.admit_training(made)
+    made = [t for t in rollouts if (t.group or "").startswith(practised) and is_solved(t.outcome.reward)]
+    return ws.store.admit_training(sorted(made, key=lambda t: t.id))  # stored as they finished: no order to rely on
 
 
 def _jobs(prefix: str, places: Sequence[tuple[Task, int]], seed: int) -> list[Job]:
     """One for each task and number of its try."""
     return [
-        Job(id=f"{prefix}-{task.id}-{member}", task=task, seed=rollout_seed(seed, 7, task.id, member), group=task.id)
+        Job(
+            id=f"{prefix}-{task.id}-{member}",
+            task=task,
+            seed=rollout_seed(seed, "distill", task.id, member),
+            group=task.id,
+        )
         for task, member in places
     ]
 
@@ -141,7 +148,7 @@ async def _correct(
     places = [(tasks[i % len(tasks)], i // len(tasks)) for i in range(first, first + settings.step_rows)]
     jobs = _jobs(f"distill-{start.id}-{step}", places, ws.config.seed)
     title = f"distill {step + 1}/{settings.steps}"
-    played = await ws.play(engine, f"{start.id}+{step}", jobs, 1.0, title)
+    played = await ws.play(engine, f"{start.id}+{student.updates}", jobs, 1.0, title)
     examples = [Example(t, dict.fromkeys(decisions(t), 1.0)) for t in played if decisions(t)]
     with ws.progress(f"{title}: corrected", len(examples)) as advance:
         fit(
@@ -159,4 +166,4 @@ async def _correct(
         )
     reward = [t.outcome.reward for t in played if t.outcome.reward is not None]
     mean = sum(reward) / len(reward) if reward else None
-    run.log("distill-step", step=step, reward=mean, graded=len(reward))
+    run.log("distill-step", step=step, reward=mean, graded=len(reward), silent=len(played) - len(examples))

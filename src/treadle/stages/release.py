@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from treadle.metrics import Difference, paired_difference, paired_rates
-from treadle.types import Checkpoint, Task, TaskKind, Trajectory
+from treadle.types import Checkpoint, Task, TaskKind, Trajectory, is_solved
 from treadle.workspace import Workspace
 
 
@@ -73,7 +73,7 @@ def judge(new: Played, old: Played, candidate: str, incumbent: str, margin: floa
     played = [(task, a, b) for (task, a), (_, b) in zip(new, old, strict=True)]
     solvable = [(a, b) for task, a, b in played if task.kind is TaskKind.SOLVABLE]
     boundary = [(a, b) for task, a, b in played if task.kind is not TaskKind.SOLVABLE]
-    both = [(a, b) for a, b in solvable if _reward(a) == _reward(b) == 1]
+    both = [(a, b) for a, b in solvable if _solved(a) and _solved(b)]
     costs = [float(b.sampled_tokens()) for _, b in both]
     dearest = cost_margin * sum(costs) / max(1, len(costs))
     criteria: tuple[Criterion, ...] = (
@@ -96,7 +96,7 @@ def _graded(pairs: list[Pair]) -> list[Pair]:
 
 
 def _solved(trajectory: Trajectory) -> bool:
-    return _reward(trajectory) == 1
+    return is_solved(trajectory.outcome.reward)
 
 
 def _criterion(

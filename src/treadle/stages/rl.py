@@ -122,7 +122,7 @@ async def _play(
         Job(
             id=f"{_prefix(ws, parent)}{step:04d}-{task.id}-{member}",
             task=task,
-            seed=rollout_seed(ws.config.seed, step, task.id, member),
+            seed=rollout_seed(ws.config.seed, f"rl {step}", task.id, member),
             group=f"{_prefix(ws, parent)}{step:04d}-{task.id}",
         )
         for task in tasks

@@ -14,7 +14,7 @@ from treadle.errors import DataError, InfrastructureError
 from treadle.rollout import refuse, rollout_seed
 from treadle.serve.app import create_app, running
 from treadle.serve.app import serve as serve_app
-from treadle.types import Checkpoint, Layer, Signal, Task, ToolCall
+from treadle.types import Checkpoint, Layer, Signal, Task, ToolCall, is_solved
 from treadle.workspace import Workspace
 
 CLIENT_SECONDS = 600.0
@@ -65,7 +65,7 @@ async def serve_tasks(ws: Workspace, checkpoint: Checkpoint, turn: int) -> dict[
         "sessions": len(chosen),
         "lost": len(chosen) - len(kept),
         "graded": len(graded),
-        "solved": sum(reward == 1 for reward in graded),
+        "solved": sum(map(is_solved, graded)),
     }
 
 

@@ -1,7 +1,7 @@
 """shape: groups → checkpoint. Rejection sampling and preference pairs, both proven by the verifier.
 
-Each task is tried by a group of rollouts. What solved it is imitated; where a solved and a failed rollout of the same
-task part, the solved one's step is preferred. Rollouts that part nowhere give no pair, and are counted.
+Each task is tried by a group of rollouts. Where a solved and a failed rollout of the same task part, the solved one's
+step is preferred, and for each pair a solved rollout is imitated. What gives no pair, or isn't imitated, is counted.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treadle.batch import Example, Pack, divisor, pack
+from treadle.batch import Example, Pack, divisor, pack, unfit
 from treadle.errors import DataError
 from treadle.losses import cross_entropy, dpo
 from treadle.report import Run
 from treadle.rollout import Job, rollout_seed
 from treadle.training import batches, cuts, imitation, joined, warmup_decay
-from treadle.types import Checkpoint, Trajectory
+from treadle.types import Checkpoint, Trajectory, is_solved
 from treadle.workspace import Workspace
 
 
@@ -34,21 +34,30 @@ async def shape(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     """The parent itself when everything was solved. Raises DataError when no group gives a pair otherwise."""
     settings = ws.config.shape
     groups = await _sample(ws, parent)
-    ws.store.admit_training(t for group in groups for t in group)
     pairs = [pair for group in groups for pair in pairs_of(group)]
-    solved = [t for group in groups for t in group if t.outcome.reward == 1]
-    if len(solved) == sum(map(len, groups)):
-        ws.console.print("shape: every rollout solved its task: nothing to prefer, the policy stays as it is")
+    played = ws.store.admit_training(t for group in groups for t in group)
+    solved = [t for t in played if is_solved(t.outcome.reward)]
+    failed = [t for t in played if t.outcome.reward is not None and not is_solved(t.outcome.reward)]
+    if solved and not failed:
+        ws.console.print("shape: no graded rollout failed its task: nothing to prefer, the policy stays as it is")
         return parent
-    if not pairs:
+    sound = [row for t in solved if unfit(row := imitation(t), ws.config.pack_tokens) is None]
+    if not pairs or not sound:
         raise DataError(
-            f"shape: no pair in {len(groups)} groups ({len(solved)} rollouts solved their task): "
-            "raise shape.tasks or shape.group, or train longer before shaping"
+            f"shape: {len(pairs)} pairs and {len(sound)} rollouts to imitate in {len(groups)} groups ({len(solved)} "
+            f"rollouts solved their task, {len(failed)} failed, {len(played) - len(solved) - len(failed)} were not "
+            "graded): raise shape.tasks or shape.group, or train longer before shaping"
         )
-    failed = sum(t.outcome.reward == 0 for group in groups for t in group)
-    facts = {"groups": len(groups), "solved": len(solved), "pairs": len(pairs), "failed_unpaired": failed - len(pairs)}
     learner = ws.learner(parent, settings.trained_layers)
-    plan = list(_plan(ws, pairs, solved))
+    plan = list(_plan(ws, pairs, sound))
+    facts = {
+        "groups": len(groups),
+        "solved": len(solved),
+        "solved_unused": len(solved) - min(len(sound), len(plan) * _half(settings.rows)),
+        "pairs": len(pairs),
+        "failed_unpaired": len(failed) - len(pairs),
+        "ungraded": len(played) - len(solved) - len(failed),
+    }
     for preferred, _, _ in plan:  # the reference is the policy before its first update
         for each, logp_N in zip(preferred, learner.log_probs(preferred), strict=True):
             each.reference_logp_N = logp_N
@@ -62,7 +71,7 @@ async def shape(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
             losses = {"loss": told[0]["loss"] + told[1]["loss"]}
             run.log("shape", step=step, **facts, **cut, **(joined(told) | losses))
             advance(1)
-    return ws.save(learner, "shape", parent, [t.id for group in groups for t in group])
+    return ws.save(learner, "shape", parent, [t.id for t in played])
 
 
 async def _sample(ws: Workspace, parent: Checkpoint) -> list[list[Trajectory]]:
@@ -74,7 +83,7 @@ async def _sample(ws: Workspace, parent: Checkpoint) -> list[list[Trajectory]]:
         Job(
             id=f"{prefix}{tasks[i].id}-{member}",
             task=tasks[i],
-            seed=rollout_seed(ws.config.seed, 0, tasks[i].id, member),
+            seed=rollout_seed(ws.config.seed, "shape", tasks[i].id, member),
             group=f"{prefix}{tasks[i].id}",
         )
         for i in order[: settings.tasks]
@@ -86,9 +95,9 @@ async def _sample(ws: Workspace, parent: Checkpoint) -> list[list[Trajectory]]:
 
 def pairs_of(group: Sequence[Trajectory]) -> list[Pair]:
     """Each failed rollout with the solved one it shares most with; each solved one is used once."""
-    solved = [t for t in group if t.outcome.reward == 1]
+    solved = [t for t in group if is_solved(t.outcome.reward)]
     pairs = []
-    for failed in (t for t in group if t.outcome.reward == 0):
+    for failed in (t for t in group if t.outcome.reward is not None and not is_solved(t.outcome.reward)):
         found = [Pair(good, failed, at) for good in solved if (at := parting(good, failed)) is not None]
         if found:
             pairs.append(max(found, key=lambda pair: pair.at))
@@ -108,18 +117,22 @@ def parting(first: Trajectory, second: Trajectory) -> int | None:
     return None
 
 
+def _half(rows: int) -> int:
+    return max(1, rows // 2)
+
+
 def _plan(
-    ws: Workspace, pairs: Sequence[Pair], solved: Sequence[Trajectory]
+    ws: Workspace, pairs: Sequence[Pair], sound: Sequence[Example]
 ) -> Iterator[tuple[list[Pack], list[Pack], dict[str, float]]]:
     """Packs of each update, and what they leave out: half of its rows are pairs, as many again are to be imitated."""
     settings = ws.config.shape
-    half = max(1, settings.rows // 2)
-    imitated = cycle(list(batches([imitation(t) for t in solved], half, 1, ws.config.seed)))
+    half = _half(settings.rows)
+    imitated = cycle(list(batches(sound, half, 1, ws.config.seed)))
     for batch in batches(pairs, half, settings.epochs, ws.config.seed):
         rows = [row for k, pair in enumerate(batch) for row in _rows(k, pair)]
         preferred, report = pack(rows, ws.config.pack_tokens)
         rest, other = pack(next(imitated), ws.config.pack_tokens)
-        yield preferred, rest, {name: n + cuts(other)[name] for name, n in cuts(report).items()}
+        yield preferred, rest, joined([cuts(report), cuts(other)])
 
 
 def _rows(number: int, pair: Pair) -> tuple[Example, Example]:
