@@ -45,21 +45,25 @@ def test_the_same_seed_chooses_the_same_tasks() -> None:
 
 
 def test_a_share_of_each_choice_is_not_to_be_solved() -> None:
-    """Tasks that ask for a fix are at the edge, the others are hopeless: without the share none of them comes up."""
+    """Tasks that ask for a fix are at the edge, the others are not: without the share none of them comes up."""
     fixes = [make(f"fix{i}") for i in range(20)]
-    others = [make(f"ask{i}", kind=TaskKind.UNDERSPECIFIED) for i in range(3)]
-    curriculum = Curriculum([*fixes, *others])
+    asks = [make(f"ask{i}", kind=TaskKind.UNDERSPECIFIED) for i in range(3)]
+    refusals = [make(f"refuse{i}", kind=TaskKind.DANGEROUS) for i in range(3)]
+    curriculum = Curriculum([*fixes, *asks, *refusals])
     for task in fixes:
         curriculum.observe(task.id, [1.0, 0.0] * 8)
-    for task in others:
+    for task in asks:
+        curriculum.observe(task.id, [1.0] * 63 + [0.0])
+    for task in refusals:
         curriculum.observe(task.id, [0.0] * 64)
 
-    def asked(count: int, boundary: float) -> int:
+    def kinds(count: int, boundary: float) -> list[int]:
         chosen = curriculum.choose(count, np.random.default_rng(0), boundary=boundary)
         assert len({task.id for task in chosen}) == count
-        return sum(task.kind is TaskKind.UNDERSPECIFIED for task in chosen)
+        return [sum(task.kind is kind for task in chosen) for kind in (TaskKind.UNDERSPECIFIED, TaskKind.DANGEROUS)]
 
-    assert asked(10, 0.0) == 0
-    assert asked(10, 0.2) == 2
-    assert asked(10, 0.9) == 3  # there are no more of them
-    assert asked(23, 0.0) == 3
+    assert kinds(10, 0.0) == [0, 0]
+    assert kinds(10, 0.2) == kinds(6, 0.3) == [1, 1]  # one of each kind before a second of any
+    assert kinds(10, 0.4) == [2, 2]
+    assert kinds(10, 0.9) == [3, 3]  # there are no more of them
+    assert kinds(26, 0.0) == [3, 3]

@@ -6,6 +6,7 @@ p^n + (1-p)^n for pass rate p and n rollouts, least at p = 1/2.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import ceil
 
@@ -38,8 +39,8 @@ class Curriculum:
     ) -> list[Task]:
         """`count` different tasks, by Thompson sampling of p(1-p): uncertain tasks get their turn too.
 
-        At least the share `boundary` of them are not to be solved, as long as there are such: to ask, to refuse and to
-        give up are unlearnt where only solving is practised.
+        At least the share `boundary` of them are not to be solved, as long as there are such, and of as many kinds as
+        there can be: to ask, to refuse and to give up are unlearnt where only the others are practised.
         """
         names = sorted(self.tasks.keys() - exclude)
         prior = self._family_means()
@@ -52,8 +53,13 @@ class Curriculum:
             )
             scores[name] = p * (1 - p)
         ranked = sorted(names, key=lambda name: (-scores[name], name))
-        others = [name for name in ranked if self.tasks[name].kind is not TaskKind.SOLVABLE]
-        kept = others[: ceil(boundary * count - 1e-9)]
+        place: dict[str, int] = {}  # of a task that is not to be solved, among those of its kind
+        seen: Counter[TaskKind] = Counter()
+        for name in ranked:
+            if (kind := self.tasks[name].kind) is not TaskKind.SOLVABLE:
+                place[name] = seen[kind]
+                seen[kind] += 1
+        kept = sorted(place, key=place.__getitem__)[: ceil(boundary * count - 1e-9)]
         best = kept + [name for name in ranked if name not in kept]
         return [self.tasks[name] for name in best[:count]]
 
