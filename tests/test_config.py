@@ -40,11 +40,23 @@ def test_defaults_survive_a_round_trip_through_toml(tmp_path: Path) -> None:
         ('serve.host=""', "serve.host is ''"),
         ('model.base="a\\u0000b"', "NUL"),
         ("tasks.levels=[0.0, 0.0, 2.0]", "from 0 to 1"),
+        ("seed=" + "9" * 5000, "seed=9999.*can't be read"),
+        ("seed=" + "[" * 2000, "can't be read"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_remedy(override: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config.load(None, [override])
+
+
+@pytest.mark.parametrize("text", ["seed = " + "[" * 2000, "seed = " + "9" * 5000, b"seed = 1 # \xff", "seed ="])
+def test_a_file_that_is_no_toml(text: str | bytes, tmp_path: Path) -> None:
+    path = tmp_path / "treadle.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        config.load(path)
+    path.write_bytes(b"\xef\xbb\xbfseed = 3")  # as some editors save it
+    assert config.load(path).seed == 3
 
 
 def test_every_number_has_limits() -> None:

@@ -27,7 +27,7 @@ class Model(Section, frozen=True):
 
 
 class Tasks(Section, frozen=True):
-    packages: tuple[str, ...] = ("toolz", "networkx", "more-itertools")  # the last one is held out whole
+    packages: tuple[str, ...] = ("toolz", "networkx", "more-itertools")  # more-itertools is held out whole
     train: int = 280  # tasks to practise on
     held_out: int = 190  # tasks nobody trains on
     levels: tuple[float, float, float] = (0.7, 0.15, 0.15)  # share of each level of difficulty
@@ -59,7 +59,7 @@ class Rl(Section, frozen=True):
     steps: int = 8
     tasks: int = 8  # groups a step
     group: int = 8  # rollouts of one task
-    boundary: float = 0.3  # least share of a step's groups whose right act is to ask, refuse or give up
+    boundary: float = 0.2  # share of a step's groups whose right act is to ask, refuse or give up
     refills: int = 4  # extra groups a step may sample in place of those without spread
     learning_rate: float = 4e-5
     minibatches: int = 1  # updates a step; the clip matters from the second on
@@ -121,12 +121,12 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     data: dict[str, Any] = {}
     if path is not None:
         try:
-            data = tomllib.loads(path.read_text(encoding="utf-8"))
+            data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             raise ConfigError(f"no settings file at {path}: write one with `treadle init`") from None
         except OSError as error:
             raise ConfigError(f"can't read {path} ({error.strerror}): -w takes the workspace's folder") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, or nothing that can be read
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply(data, override)
@@ -165,6 +165,8 @@ def _apply(data: dict[str, Any], override: str) -> None:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"override {key}={text[:40]}... can't be read: {error}") from None
     *sections, last = key.strip().split(".")
     for section in sections:
         data = data.setdefault(section, {})

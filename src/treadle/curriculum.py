@@ -39,8 +39,8 @@ class Curriculum:
     ) -> list[Task]:
         """`count` different tasks, by Thompson sampling of p(1-p): uncertain tasks get their turn too.
 
-        At least the share `boundary` of them are not to be solved, as long as there are such, and of as many kinds as
-        there can be: to ask, to refuse and to give up are unlearnt where only the others are practised.
+        The share `boundary` of them are not to be solved, and of as many kinds as there can be: to ask, to refuse and
+        to give up are unlearnt where only solving is practised. Where one sort runs short, the other fills in.
         """
         names = sorted(self.tasks.keys() - exclude)
         prior = self._family_means()
@@ -59,8 +59,9 @@ class Curriculum:
             if (kind := self.tasks[name].kind) is not TaskKind.SOLVABLE:
                 place[name] = seen[kind]
                 seen[kind] += 1
-        kept = sorted(place, key=place.__getitem__)[: ceil(boundary * count - 1e-9)]
-        best = kept + [name for name in ranked if name not in kept]
+        others = sorted(place, key=place.__getitem__)
+        kept = ceil(boundary * count - 1e-9)
+        best = [*others[:kept], *(name for name in ranked if name not in place), *others[kept:]]
         return [self.tasks[name] for name in best[:count]]
 
     def pass_rate(self, task_id: str) -> float:
