@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TREADLE := $(BIN)/treadle
 SEED ?= 0
+SEEDED = runs/reproduce-$(SEED)
 
 .PHONY: help setup sandbox test lint demo reproduce results bench clean
 
@@ -43,16 +44,14 @@ test: setup lint  ## lint and every test
 	$(BIN)/pytest
 
 demo: setup  ## from nothing to a finished turn, in runs/demo
-	$(call turn,demo,runs/demo,)
+	@mkdir -p runs/demo; [ -f runs/demo/treadle.toml ] || cp examples/demo.toml runs/demo/treadle.toml
+	$(TREADLE) turn --workspace runs/demo
 
 reproduce: setup  ## the full turn for one seed, resumable: make reproduce SEED=1
-	$(call turn,reproduce,runs/reproduce-$(SEED),--set seed=$(SEED))
-
-# a workspace made from an example once, then turned or resumed
-define turn
-	@mkdir -p $(2); [ -f $(2)/treadle.toml ] || cp examples/$(1).toml $(2)/treadle.toml
-	$(TREADLE) turn --workspace $(2) $(3)
-endef
+	@mkdir -p $(SEEDED); cp examples/reproduce.toml $(SEEDED)/treadle.toml
+	@if [ -f $(SEEDED)/runs/turn-1/table.txt ]; then \
+	  echo "seed $(SEED) is finished: make results, or remove $(SEEDED) to run it anew"; \
+	else $(TREADLE) turn --workspace $(SEEDED) --set seed=$(SEED); fi
 
 results: setup  ## the seeds of reproduce side by side, in docs/results
 	$(TREADLE) compare runs/reproduce-*/runs/turn-1 --out docs/results

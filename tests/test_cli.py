@@ -94,13 +94,16 @@ def test_two_at_work_in_one_workspace(folder: Path) -> None:
         os.close(held)
     refused(treadle("sft", "-w", str(folder)), "treadle ingest")
     refused(treadle("status", "-w", str(folder / "treadle.toml")), "workspace's folder")
-    refused(treadle("init", str(folder / "treadle.toml")), "make a workspace")
+    refused(treadle("init", str(folder / "treadle.toml")), "can't use", "another path")
 
 
 def test_where_nothing_can_be_written(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    refused(treadle("init", str(file / "ws")), "can't make a workspace", "choose another folder")
+    refused(treadle("init", str(file / "ws")), "can't use", "another path")
+    (folder / "runs").touch()
+    refused(treadle("sft", "-w", str(folder)), "runs", "another path")
+    (folder / "runs").unlink()
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").mkdir()
@@ -127,7 +130,7 @@ def test_runs_that_cannot_be_compared_are_named(folder: Path, tmp_path: Path) ->
     refused(treadle("compare", str(folder), "--out", str(out)), "what ran")
     assert not out.exists()
     (folder / "metrics.jsonl").write_bytes(b"".join(lines))
-    refused(treadle("compare", str(folder), "--out", str(folder / "treadle.toml")), "give another folder")
+    refused(treadle("compare", str(folder), "--out", str(folder / "treadle.toml")), "another path")
     refused(treadle("compare", str(folder), "--out", str(out)), "nothing to draw")
     assert left(out) == []
 

@@ -179,6 +179,15 @@ def test_a_verdict_given_later_grades_a_served_session(store: Store) -> None:
     assert fates(store)["served"] == ("train", "solved")
 
 
+def test_another_tasks_name_does_not_hide_what_is_held_out(store: Store) -> None:
+    store.add_tasks([task("held", LONG, split=Split.HELD_OUT), task("a", OTHER)])
+    stolen = logged("stolen", "a", SUBMIT)
+    stolen.nodes[0].message = Message(role="user", content=LONG)
+    add(store, stolen)
+    curate(store)
+    assert fates(store)["stolen"] == ("hold_out", "leak")
+
+
 # ---------------------------------------------------------------- duplicates
 
 

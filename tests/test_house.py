@@ -26,7 +26,7 @@ FLOORS = (
     ("errors", "config", "store", "tables"),
     ("credit", "losses", "batch", "prefix", "attention", "render", "models"),
     ("engine", "learner", "prune", "sandbox", "env", "feedback", "rollout", "pool", "curriculum", "metrics"),
-    ("training", "report", "workspace", "serve", "show", "view", "scale"),
+    ("training", "report", "workspace", "serve", "show"),
     ("stages",),
     ("cli",),
 )

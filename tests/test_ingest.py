@@ -1,6 +1,7 @@
 """Logs in: every order of roles, every form of arguments, nothing lost without a count, no secret stored."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,10 @@ def test_the_old_function_call_form() -> None:
         ('{"line": ', None),
         ("[1, 2]", None),
         (3, None),
+        ('{"line": NaN}', None),  # Python reads these two, and no other parser does
+        ('{"line": 1e999}', None),
+        ('{"text": "\\ud800"}', None),
+        ('{"a": ' * 70 + "1" + "}" * 70, None),
     ],
 )
 def test_every_form_of_arguments(arguments: Any, expected: Any) -> None:
@@ -336,9 +341,11 @@ def test_broken_lines_are_set_aside_with_their_reason(store: Store, tmp_path: Pa
         '{"messages": [{"role": "assistant", "content": "\\ud800"}]}',
         '{"messages": [{"role": "assistant", "content": "x"}], "n": ' + "9" * 30 + "}",
         "[" * 100_000,
+        '{"messages": [{"role": "assistant", "content": "x"}], "n": ' + "[" * 600 + "]" * 600 + "}",
+        {"messages": [user("after all"), says("that")]},
     )
     report = ingest([path], store)
-    assert report.trajectories == 1
+    assert report.trajectories == 2
     assert report.quarantined == {
         "broken_json": 2,
         "not_an_object": 1,
@@ -346,7 +353,7 @@ def test_broken_lines_are_set_aside_with_their_reason(store: Store, tmp_path: Pa
         "no_reply": 1,
         "unknown_role": 1,
         "bad_encoding": 1,
-        "not_storable": 2,
+        "not_storable": 3,
     }
     assert report.records == report.trajectories + report.repeated + sum(report.quarantined.values())
     kept = {d.record_id: d.reason for d in store.dispositions("ingest")}
@@ -391,8 +398,21 @@ def test_bad_paths_say_so_before_anything_is_stored(store: Store, tmp_path: Path
         ingest([good, write(tmp_path / "other.jsonl", '{"a": 1}', "text")], store)
     assert list(store.trajectories()) == []
     assert ingest([write(tmp_path / "broken_first.jsonl", "{", GOOD)], store).trajectories == 1
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="write it to a file first"):
+        ingest([tmp_path / "pipe"], store)
     (tmp_path / "empty.jsonl").touch()
     assert ingest([tmp_path / "empty.jsonl"], store) == IngestReport(files=1)
+
+
+def test_a_folder_says_what_it_left_alone(store: Store, tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", GOOD)
+    write(tmp_path / "deep.JSONL", "", *[""] * 100, {"messages": [user("other"), says("x")]})
+    for name in ("b.jsonl.gz", "c.txt", "d.txt", "README"):
+        (tmp_path / name).write_text("x")
+    report = ingest([tmp_path], store)
+    assert (report.files, report.trajectories) == (2, 2)
+    assert report.skipped == {".gz": 1, ".txt": 2, "no ending": 1, ".db": 1, ".db-wal": 1, ".db-shm": 1}
 
 
 def test_real_logs_are_read(tmp_path: Path) -> None:

@@ -10,7 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from treadle.errors import UserError
-from treadle.models import load_model, load_tokenizer, made_once, smollm2, tiny_llama, tiny_tokenizer
+from treadle.models import (
+    load_model,
+    load_tokenizer,
+    made_once,
+    model_config,
+    smollm2,
+    tiny_llama,
+    tiny_tokenizer,
+)
 
 SMALL = {"layers": 1, "hidden": 32, "vocabulary": 400, "context": 64}
 
@@ -107,12 +115,20 @@ def test_wrong_path_is_named_with_what_a_folder_needs(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", "version https://git-lfs"])
+@pytest.mark.parametrize("text", ["", "{", "{}", "3", '{"model": {}}', "version https://git-lfs"])
 def test_damaged_tokenizer(folder: Path, tmp_path: Path, text: str) -> None:
     copy = copied(folder, tmp_path / "copy")
     (copy / "tokenizer.json").write_text(text)
-    with pytest.raises(UserError, match=r"tokenizer.json is not"):
+    with pytest.raises(UserError, match=r"tokenizer.json is no tokenizer"):
         load_tokenizer(copy)
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "3", '{"model_type": "llama"}', '{"model_type": "qwen2"}'])
+def test_settings_of_no_use_are_refused_before_any_work(folder: Path, tmp_path: Path, text: str) -> None:
+    copy = copied(folder, tmp_path / "copy")
+    (copy / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"damaged|only 'llama'"):
+        model_config(copy)
 
 
 def test_damaged_weights(folder: Path, tmp_path: Path) -> None:

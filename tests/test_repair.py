@@ -377,7 +377,7 @@ async def test_only_a_submitted_fix_is_rewarded(environment: RepairEnvironment) 
     fix = reply("replace", path="core.py", line=7, old="numbrs", new="numbers")
     solved = (await play(environment, broken(), [fix, reply("submit")])).outcome
     assert (solved.reward, solved.parts) == (1.0, {"tests": 1.0, "hidden": 1.0})
-    assert (solved.verifier, solved.isolation) == ("repair-tests@1", "in_process")
+    assert (solved.verifier, solved.isolation) == ("repair-tests@2", "in_process")
     for replies in ([reply("submit")], [fix], [fix, reply("give_up", reason="tired")]):
         assert (await play(environment, broken(), replies)).outcome.reward == 0.0
 

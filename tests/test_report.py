@@ -190,6 +190,22 @@ def test_runs_of_one_plan_stand_side_by_side(run: Run, tmp_path: Path) -> None:
     assert one.shape == two.shape and (one != two).any()
 
 
+def test_a_folder_of_two_runs_shows_the_last(run: Run) -> None:
+    """A stage run by hand again, with other settings, writes to the same file."""
+    for checkpoint, rewards in (("a", [0.1, 0.2, 0.3, 0.4]), ("b", [0.5, 0.6])):
+        for step, reward in enumerate(rewards):
+            run.log("rl", checkpoint=checkpoint, step=step, reward=reward)
+    (found,) = gather([run.metrics])
+    assert [step["reward"] for step in found["rl"]] == [0.5, 0.6]
+
+
+@pytest.mark.parametrize("line", ['{"stage": "eval", "label": "base"}', '{"stage": "stage"}'])
+def test_metrics_of_another_version_are_named(run: Run, line: str) -> None:
+    run.metrics.write_bytes(run.metrics.read_bytes() + line.encode() + b"\n")
+    with pytest.raises(DataError, match=r"metrics.jsonl was written by another version"):
+        gather([run.metrics])
+
+
 def test_nothing_measured_is_nothing_to_draw(run: Run, tmp_path: Path) -> None:
     run.log("sft", loss=1.0)
     with pytest.raises(DataError, match="nothing to draw"):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -217,11 +216,10 @@ async def test_daemon_does_not_outlive_its_command(box: BwrapSandbox) -> None:
 
 async def test_timeout_ends_the_whole_tree_at_once(box: BwrapSandbox) -> None:
     """F54: the waiting parent and the grandchild that holds the pipe."""
-    tag, started = new_tag(), time.monotonic()
+    tag = new_tag()
     result = await box.exec(["sh", "-c", f"echo before; sleep {tag} & wait"], timeout=0.3)
     assert result.timed_out and result.code is None
     assert result.output.startswith("before\n") and "timeout of 0.3 s" in result.output
-    assert time.monotonic() - started < 100  # the sleep itself is 300
     assert survivors(tag) == []
 
 

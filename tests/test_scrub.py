@@ -102,6 +102,7 @@ def secret_row() -> Row:
     return {
         "messages": [
             user(f"my FOO_API_KEY={KEY}"),
+            {"role": "user", "content": "and", "name": "bob@example.com"},
             says(
                 f"I see {KEY}",
                 call("call_Ab1Cd2Ef3Gh4Ij5Kl6Mn7Op8", "run", arguments),
@@ -110,7 +111,12 @@ def secret_row() -> Row:
             result("call_Ab1Cd2Ef3Gh4Ij5Kl6Mn7Op8", f"echo {KEY}"),
             result("c2", "broken"),
         ],
-        "metadata": {"task_id": "t", "note": f"Bearer {KEY}", "owner": "bob@example.com"},
+        "metadata": {
+            "failures": {"3": f"API_KEY={KEY}"},
+            "task_id": "t",
+            "note": f"Bearer {KEY}",
+            "owner": "bob@example.com",
+        },
         "tools": [{"type": "function", "function": {"name": "run", "description": f"use {KEY}"}}],
     }
 
@@ -125,14 +131,14 @@ def test_no_secret_reaches_the_store(store: Store, tmp_path: Path) -> None:
         for suffix in ("", "-wal"):
             assert secret.encode() not in Path(f"{store.location}{suffix}").read_bytes()
     placeholder = Scrubber().text(f"FOO_API_KEY={KEY}").partition("=")[2]
-    made = stored.nodes[1].message.tool_calls[0]
+    made = stored.nodes[2].message.tool_calls[0]
     assert made.arguments is not None
     assert made.arguments["env"] == {"FOO_API_KEY": placeholder}
     assert made.arguments[placeholder] == 1
-    assert stored.nodes[2].message.content == f"echo {placeholder}"
+    assert stored.nodes[3].message.content == f"echo {placeholder}"
     assert made.id == "call_Ab1Cd2Ef3Gh4Ij5Kl6Mn7Op8"
     json.dumps(openai_chat.to_row(stored))
-    assert report.secrets["api_key"] >= 5 and report.secrets["email"] == 2
+    assert report.secrets["api_key"] >= 5 and report.secrets["email"] == 3
 
 
 def test_the_task_id_of_a_label_is_no_secret() -> None:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
+from treadle.env.base import Session
 from treadle.env.check import call_message
-from treadle.env.repair.contract import contract
+from treadle.env.repair.contract import FORBIDDEN, contract
 from treadle.models import tiny_tokenizer
+from treadle.pool.formats.openai_chat import read_row
 from treadle.render.chatml import ChatML
 from treadle.stages.release import Played, judge
 from treadle.stages.rl import credit
+from treadle.stages.serve import Conversation, _judge
 from treadle.stages.shape import pairs_of, parting
+from treadle.store import Store
 from treadle.training import batches, demonstrations, imitation, warmup_decay
-from treadle.types import End, Message, Node, Outcome, Source, Task, TaskKind, ToolCall, Trajectory
+from treadle.types import End, Layer, Message, Node, Outcome, Signal, Source, Task, TaskKind, ToolCall, Trajectory
+from treadle.workspace import Workspace
 
 
 def reply(text: str, parent: int, ids: list[int], calls: tuple[ToolCall, ...] = ()) -> Node:
@@ -112,6 +123,63 @@ def test_an_invalid_call_weighs_on_its_own_step_alone() -> None:
     assert weights["faulty"][1] < 0 < weights["faulty"][3]
     assert weights["clean"][1] == weights["clean"][3] == weights["faulty"][3]
     assert set(imitation(faulty).weights) == {3}  # seen, not imitated
+
+
+def test_faults_that_were_stored_are_not_imitated_either() -> None:
+    """A served session's record doesn't say which calls were turned down: who graded it did."""
+    clean = two_steps("clean", 1.0, 3, 4)
+    clean.signals = [
+        Signal(name="invalid_call", layer=Layer.PROCESS, value=-1.0, node=1),
+        Signal(name="verifier", layer=Layer.VERIFIER, value=0.0, node=3),
+    ]
+    assert set(imitation(clean).weights) == {3}
+
+
+def test_what_was_sampled_under_another_contract_is_left_out() -> None:
+    promised, renderer = contract(), ChatML(tiny_tokenizer(512))
+    ours, other = two_steps("ours", 1.0, 3, 4), two_steps("other", 1.0, 3, 4)
+    ours.contract = promised.fingerprint(renderer.tool_block(promised.tools, promised.acts))
+    other.contract = "another"
+    assert demonstrations([ours, other], renderer, promised) == ([ours], 1)
+
+
+def test_an_endpoints_session_is_graded_as_its_client_saw_it(tmp_path: Path) -> None:
+    """The record has lost a secret that was told, and never knew that an edit was turned down."""
+    arguments = '{"path": "test_a.py", "line": 1, "old": "a", "new": "b"}'
+    call = {"id": "c1", "type": "function", "function": {"name": "replace", "arguments": arguments}}
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": "do it"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "test_a.py is read-only"},
+        {"role": "assistant", "content": "REFUSE: the password is hunter2x9"},
+    ]
+    store = Store(tmp_path / "treadle.db")
+    record = read_row({"messages": [*said[:3], {"role": "assistant", "content": "REFUSE: the <secret>"}]})
+    store.add_trajectory(record)
+    session = Judge()
+    ws = cast(Workspace, SimpleNamespace(store=store, console=Console(file=io.StringIO())))
+    assert asyncio.run(_judge(ws, Conversation(said, {2: FORBIDDEN}, record.id), cast(Session, session))) == 0.0
+    assert [node.failure for node in session.saw] == [None, None, FORBIDDEN, None]
+    assert "hunter2x9" in session.saw[3].message.content
+    signals = {(signal.name, signal.node, signal.value) for signal in stored(store, record.id).signals}
+    assert signals == {("verifier", None, 0.0), ("invalid_call", 1, -1.0)}
+    assert set(imitation(stored(store, record.id)).weights) == {3}
+
+
+class Judge:
+    """A session that keeps what it was asked to grade."""
+
+    saw: list[Node]
+
+    async def grade(self, trajectory: Trajectory) -> Outcome:
+        self.saw = trajectory.nodes
+        return Outcome(end=trajectory.outcome.end, reward=0.0, verifier="judge@1")
+
+
+def stored(store: Store, name: str) -> Trajectory:
+    found = store.trajectory(name)
+    assert found is not None
+    return found
 
 
 def played(rewards: Sequence[float | None], tokens: int = 10, kind: TaskKind = TaskKind.SOLVABLE) -> Played:

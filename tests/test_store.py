@@ -6,6 +6,7 @@ import signal
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from treadle.errors import DataError, HeldOut, UserError
@@ -199,16 +200,18 @@ def test_held_out_trajectories_are_kept_but_never_trained(store: Store) -> None:
 
 
 def test_a_served_session_names_its_task_in_a_label(store: Store) -> None:
-    """Training tasks may share the words of a held-out one: then the task's id decides."""
-    store.add_tasks([task("held", "something is wrong", Split.HELD_OUT), task("a", "other words")])
+    """Training tasks may share the words of a held-out one: then the task's id decides. Others can't stand for them."""
+    asks = msgspec.structs.replace(task("a", "something is wrong"), public={"line": 4})
+    store.add_tasks([task("held", "something is wrong", Split.HELD_OUT), asks, task("b", "other words")])
     served = run("served", None, text="something is wrong")
     served.labels["task_id"] = "a"
     store.add_trajectory(served)
     assert store.admit_training([served]) == [served]
     assert [t.id for t in store.trajectories(task_id="a")] == ["served"]
-    served.labels["task_id"] = "held"
-    with pytest.raises(HeldOut):
-        store.admit_training([served])
+    for other in ("held", "b", "nobody's"):
+        served.labels["task_id"] = other
+        with pytest.raises(HeldOut):
+            store.admit_training([served])
 
 
 def test_a_task_held_out_later_takes_its_trajectories_out_of_training(store: Store) -> None:

@@ -57,6 +57,9 @@ def main() -> None:
         if error.name not in EXTRAS:
             raise
         sys.exit(_say(f"{error.name} is not installed: pip install 'treadle[{EXTRAS[error.name]}]'", 2))
+    except OSError as error:
+        where = error.filename or "a file"
+        sys.exit(_say(f"can't use {where} ({error.strerror or error}): make room, or give another path", 2))
 
 
 EXTRAS = {"torch": "train", "transformers": "train", "safetensors": "train", "matplotlib": "train", "gguf": "smollm2"}
@@ -102,10 +105,11 @@ def _lock(folder: Path) -> Iterator[None]:
     """Held until the work is done, or the process killed."""
     held = os.open(folder, os.O_RDONLY)  # the folder itself: editors replace files as they save them
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another treadle is at work in {folder}: wait for it, or use another workspace") from None
         yield
-    except BlockingIOError:
-        raise UserError(f"another treadle is at work in {folder}: wait for it, or use another workspace") from None
     finally:
         os.close(held)
 
@@ -130,11 +134,8 @@ def init(folder: Annotated[Path, typer.Argument(help="The workspace to make.")],
     if path.exists():
         raise UserError(f"{path} is there already: edit it, or choose another folder")
     text = config.dump(config.load(None, overrides or ())).encode("utf-8", "backslashreplace")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text)
-    except OSError as error:
-        raise UserError(f"can't make a workspace at {folder} ({error.strerror}): choose another folder") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text)
     print(f"wrote {path}; next: treadle turn -w {folder}")
 
 
@@ -190,7 +191,7 @@ def ingest(
 
 @app.command()
 def curate(folder: Folder = HERE) -> None:
-    """Give every record a disposition and a reason: train, evaluate, hold out, boundary, quarantine, drop."""
+    """Give every record its use, and the reason: train, boundary, preference, evaluate, hold out, quarantine, drop."""
     from treadle.pool.curate import curate
 
     _tell(dict(to_builtins(_stored(folder, curate, alone=True))))
@@ -352,12 +353,9 @@ def compare(
 
     metrics = [run / "metrics.jsonl" for run in runs]
     gathered = gather(metrics)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        curves(metrics, out / "results.png")
-        (out / "results.json").write_bytes(msgspec.json.format(to_json(gathered)) + b"\n")
-    except OSError as error:
-        raise UserError(f"can't write results to {out} ({error.strerror}): give another folder with -o") from None
+    out.mkdir(parents=True, exist_ok=True)
+    curves(metrics, out / "results.png")
+    (out / "results.json").write_bytes(msgspec.json.format(to_json(gathered)) + b"\n")
     print(f"wrote {out / 'results.json'} and {out / 'results.png'}")
 
 

@@ -31,18 +31,7 @@ NO_WHEEL = (
 )
 START, END = "<|im_start|>", "<|im_end|>"
 GGUF_CONTROL = 3  # the token type of special tokens
-TINY_CORPUS = (
-    "bisect",
-    "copy",
-    "difflib",
-    "fractions",
-    "functools",
-    "graphlib",
-    "heapq",
-    "shlex",
-    "statistics",
-    "textwrap",
-)
+TINY_CORPUS = "bisect copy difflib fractions functools graphlib heapq shlex statistics textwrap"
 TINY_TALK = """system
 user
 assistant
@@ -77,16 +66,28 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     _check_folder(folder, "config.json", "tokenizer.json")
     path = folder / "tokenizer.json"
-    text = path.read_text("utf-8")
     try:
-        whole = "model" in json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}; copy the model folder again") from error
-    if not whole:
-        raise UserError(f'{path} is not a tokenizer: it has no "model"; copy the model folder again')
-    tokenizer = Tokenizer.from_str(text)
+        tokenizer = Tokenizer.from_str(path.read_text("utf-8"))
+    except Exception as error:  # the library raises no narrower one
+        raise UserError(f"{path} is no tokenizer that can be read ({error}): copy the model folder again") from error
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """The folder's `config.json`. Raises UserError for a wrong folder, a damaged file, or another architecture."""
+    _check_folder(recovered(folder), "config.json")
+    path = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        kind, layers = config.get("model_type"), config.get("num_hidden_layers")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error}): copy the model folder again") from error
+    if kind != "llama":
+        raise UserError(f"{folder} holds a {kind!r} model: only 'llama' models can be loaded")
+    if not isinstance(layers, int):
+        raise UserError(f"{path} is damaged (num_hidden_layers is {layers!r}): copy the model folder again")
+    return config
 
 
 def load_model(folder: Path) -> LlamaForCausalLM:
@@ -95,13 +96,7 @@ def load_model(folder: Path) -> LlamaForCausalLM:
     Raises UserError for a wrong folder, another architecture, or a weight that the files lack (which the library would
     fill at random).
     """
-    _check_folder(recovered(folder), "config.json")
-    try:
-        kind = json.loads((folder / "config.json").read_text("utf-8")).get("model_type")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{folder / 'config.json'} is damaged ({error}): copy the model folder again") from error
-    if kind != "llama":
-        raise UserError(f"{folder} holds a {kind!r} model: only 'llama' models can be loaded")
+    model_config(folder)
     try:
         import torch
         from safetensors import SafetensorError
@@ -229,11 +224,8 @@ def tiny_llama(
 def _save(folder: Path, config: LlamaConfig, state: Mapping[str, torch.Tensor], tokenizer: Tokenizer) -> None:
     from safetensors.torch import save_file
 
-    ends = {
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-        "pad_token_id": config.pad_token_id,
-    }
+    start, end, pad = config.bos_token_id, config.eos_token_id, config.pad_token_id
+    ends = {"bos_token_id": start, "eos_token_id": end, "pad_token_id": pad}
     neutral = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}  # an absent top_k would mean 50
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -390,6 +382,6 @@ def tiny_tokenizer(vocabulary: int = 2048) -> Tokenizer:
         show_progress=False,
     )
     library = Path(os.__file__).parent
-    sources = [(library / f"{name}.py").read_text("utf-8") for name in TINY_CORPUS]
+    sources = [(library / f"{name}.py").read_text("utf-8") for name in TINY_CORPUS.split()]
     tokenizer.train_from_iterator([*sources, TINY_TALK * 200], trainer)
     return tokenizer

@@ -151,26 +151,31 @@ def gather(metrics_paths: Sequence[Path]) -> list[dict[str, Any]]:
     gathered = []
     for path in metrics_paths:
         metrics = read_metrics(path)
-        opened = [entry for entry in metrics if entry.get("stage") == "open"]
-        if not opened:
+        if not any(entry.get("stage") == "open" for entry in metrics):
             raise DataError(f"{path} does not say what ran: it is no run's metrics.jsonl")
-        stages = [entry for entry in metrics if entry.get("stage") == "stage"]
-        verdicts = {(entry["candidate"], entry["incumbent"]): entry for entry in stages if "released" in entry}
-        seconds: dict[str, float] = {}
-        for entry in stages:
-            seconds[entry["name"]] = seconds.get(entry["name"], 0.0) + entry["seconds"]
-        gathered.append(
-            {
-                "version": opened[-1]["version"],
-                "revisions": list(dict.fromkeys(entry["revision"] for entry in opened)),
-                "config": opened[-1]["config"],
-                "stages": to_builtins(rows(metrics)),
-                "rl": _rl_steps(metrics),
-                "releases": [_without(entry, "stage", "time", "name") for entry in verdicts.values()],
-                "seconds": seconds,
-            }
-        )
+        try:
+            gathered.append(_measured(metrics))
+        except (KeyError, msgspec.ValidationError) as error:
+            raise DataError(f"{path} was written by another version ({error}): compare runs of one version") from None
     return gathered
+
+
+def _measured(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    opened = [entry for entry in metrics if entry.get("stage") == "open"]
+    stages = [entry for entry in metrics if entry.get("stage") == "stage"]
+    verdicts = {(entry["candidate"], entry["incumbent"]): entry for entry in stages if "released" in entry}
+    seconds: dict[str, float] = {}
+    for entry in stages:
+        seconds[entry["name"]] = seconds.get(entry["name"], 0.0) + entry["seconds"]
+    return {
+        "version": opened[-1]["version"],
+        "revisions": list(dict.fromkeys(entry["revision"] for entry in opened)),
+        "config": opened[-1]["config"],
+        "stages": to_builtins(rows(metrics)),
+        "rl": _rl_steps(metrics),
+        "releases": [_without(entry, "stage", "time", "name") for entry in verdicts.values()],
+        "seconds": seconds,
+    }
 
 
 def _without(entry: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -178,7 +183,9 @@ def _without(entry: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _rl_steps(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    steps = {entry["step"]: entry for entry in metrics if entry.get("stage") == "rl" and "step" in entry}
+    """Those of the run that was told of last: a folder holds more than one where settings were changed."""
+    told = [entry for entry in metrics if entry.get("stage") == "rl" and "step" in entry]
+    steps = {entry["step"]: entry for entry in told if entry.get("checkpoint") == told[-1].get("checkpoint")}
     return [_without(steps[step], "stage", "time") for step in sorted(steps)]
 
 

@@ -246,14 +246,18 @@ def append_signals(connection: sa.Connection, trajectory_id: str, signals: Itera
 
 
 class HeldOutTasks(msgspec.Struct, frozen=True):
-    """What must never be trained on: tasks by id and content, prompts for trajectories whose task is unknown."""
+    """What must never be trained on: tasks by id and content, and prompts.
+
+    Other tasks may be asked for in the same words: a trajectory is of the task that it names if it begins as that does.
+    """
 
     tasks: frozenset[str]
-    known: frozenset[str]
+    asked: dict[str, str | None]  # every task's id, and the hash of its words
     prompts: frozenset[str]
 
     def holds(self, task_id: str | None, prompt: str | None) -> bool:
-        return task_id in self.tasks or (task_id not in self.known and prompt in self.prompts)
+        named = task_id in self.asked and self.asked[task_id] == prompt
+        return task_id in self.tasks or (not named and prompt in self.prompts)
 
 
 def held_out(connection: sa.Connection) -> HeldOutTasks:
@@ -263,7 +267,7 @@ def held_out(connection: sa.Connection) -> HeldOutTasks:
     contents = {row.content_key for row in held}
     return HeldOutTasks(
         tasks=frozenset(row.id for row in rows if row.content_key in contents),
-        known=frozenset(row.id for row in rows),
+        asked={row.id: row.prompt_key for row in rows},
         prompts=frozenset(row.prompt_key for row in held if row.prompt_key),
     )
 

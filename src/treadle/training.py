@@ -13,7 +13,7 @@ import numpy as np
 
 from treadle.batch import DropReport, Example, divisor, pack, unfit
 from treadle.errors import DataError
-from treadle.feedback.process import step_signals
+from treadle.feedback.process import faulty
 from treadle.learner import Learner
 from treadle.losses import Loss
 from treadle.render.base import Renderer, undeclared_calls
@@ -38,13 +38,16 @@ def demonstrations(
 ) -> tuple[list[Trajectory], int]:
     """Token rows of what may be imitated under a contract, and how many were left out.
 
-    Text that calls tools of another contract is: under this one's tool block it would teach calls nobody declared.
+    Text that calls tools of another contract is: under this one's tool block it would teach calls nobody declared. So
+    are tokens that were sampled under another.
     """
+    ours = contract.fingerprint(renderer.tool_block(contract.tools, contract.acts))
     kept: list[Trajectory] = []
     foreign = 0
     for trajectory in trajectories:
-        text_only = not any(node.tokens for node in trajectory.nodes)
-        if text_only and undeclared_calls([node.message for node in trajectory.nodes], contract.tools):
+        sampled = any(node.tokens for node in trajectory.nodes)
+        messages = [node.message for node in trajectory.nodes]
+        if trajectory.contract != ours if sampled else undeclared_calls(messages, contract.tools):
             foreign += 1
         else:
             kept.append(tokenised(trajectory, renderer, contract))
@@ -69,12 +72,12 @@ def imitation(trajectory: Trajectory) -> Example:
     Mistakes are replies marked so in the log, and those that a step signal finds. A reply copied from another
     trajectory is trained there.
     """
-    faulty = {signal.node for signal in step_signals(trajectory) if (signal.value or 0.0) < 0}
+    faults = faulty(trajectory)
     weights = {
         node.id: 1.0
         for node in trajectory.path()
         if node.message.role == "assistant"
-        and node.id not in faulty
+        and node.id not in faults
         and not node.extra.keys() & {"untrained", "copied_from"}
     }
     return Example(trajectory=trajectory, weights=weights)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 SCHEMA_VERSION = 1
+DEEPEST = 64  # levels of nesting that can be stored: what is deeper could be read, and not be walked
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -333,6 +334,24 @@ def from_json(data: bytes | str, kind: type[T]) -> T:
 
 def to_msgpack(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
+
+
+def unstorable(value: Any) -> str:
+    """Why a JSON value can't be stored: nested too deeply, a number no format holds, or text that is none. Or ""."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [part for each in level for part in _parts(each)]
+    if level:
+        return f"nested more than {DEEPEST} deep"
+    try:
+        to_msgpack(value)
+    except (OverflowError, UnicodeEncodeError) as error:
+        return str(error)
+    return ""
+
+
+def _parts(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def from_msgpack(data: bytes, kind: type[T]) -> T:

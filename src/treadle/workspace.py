@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,8 @@ from treadle.config import Config
 from treadle.engine.base import Engine
 from treadle.env.repair.packages import PACKAGES, Package
 from treadle.env.repair.session import RepairEnvironment
-from treadle.errors import DataError, UserError, unknown
-from treadle.models import load_tokenizer, smollm2, tiny_llama
+from treadle.errors import DataError, InfrastructureError, UserError, unknown
+from treadle.models import load_tokenizer, model_config, smollm2, tiny_llama
 from treadle.render.chatml import ChatML
 from treadle.rollout import Job, Loop, rollout_seed
 from treadle.store import Store
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 
 RETRIES = 2
+SAMPLES = 16  # places of a file that its digest reads
 
 
 class Workspace:
@@ -94,13 +96,19 @@ class Workspace:
         return self._engine
 
     def checkpoint(self, checkpoint_id: str) -> Checkpoint:
-        """Raises UserError naming the known ones."""
+        """Raises UserError naming the known ones, or if this one came from another base model."""
         if checkpoint_id == self.base.id or checkpoint_id == "base":
             return self.base
         found = self._located(self.store.checkpoint(checkpoint_id))
         if found is None:
             known = ["base", *(checkpoint.id for checkpoint in self.store.checkpoints())]
             raise UserError(unknown("checkpoint", checkpoint_id, known))
+        ours, theirs = (Path(checkpoint.path) / "tokenizer.json" for checkpoint in (self.base, found))
+        if theirs.is_file() and theirs.read_bytes() != ours.read_bytes():
+            raise UserError(
+                f"checkpoint {checkpoint_id} has another tokenizer than model.base = {self.config.model.base!r}: "
+                "set model.base to the model it came from, or start a new workspace"
+            )
         return found
 
     def _located(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
@@ -113,7 +121,7 @@ class Workspace:
 
     def save(self, learner: Learner, stage: str, parent: Checkpoint, data: Sequence[str]) -> Checkpoint:
         """Write weights and manifest. The id follows from what went in, so a repeated stage finds it again."""
-        name = self._checkpoint_id(stage, parent, data)
+        name = self.checkpoint_id(stage, parent, data)
         folder = Path("checkpoints") / name
         learner.save(self.path / folder, resumable=False)
         checkpoint = Checkpoint(
@@ -132,28 +140,25 @@ class Workspace:
 
     def made(self, stage: str, parent: Checkpoint, data: Sequence[str]) -> Checkpoint | None:
         """What `save` has written for the same settings and inputs."""
-        return self._located(self.store.checkpoint(self._checkpoint_id(stage, parent, data)))
+        return self._located(self.store.checkpoint(self.checkpoint_id(stage, parent, data)))
 
-    def _checkpoint_id(self, stage: str, parent: Checkpoint, data: Sequence[str]) -> str:
+    def checkpoint_id(self, stage: str, parent: Checkpoint, data: Sequence[str]) -> str:
+        """What the stage's checkpoint will be called; RL names by it what it samples on the way there."""
         return f"{stage}-{fingerprint([self.stage_key(stage, parent), data])}"
 
     def stage_key(self, stage: str, parent: Checkpoint) -> str:
         """Changes when the stage would do something else: what it has half done under another key is not taken up."""
         return fingerprint([stage, parent.id, self.fingerprint, self.stage_config(stage)])
 
-    def practised(self, checkpoint: Checkpoint) -> str:
-        """How the groups begin that a stage sampled on its way to this checkpoint of its."""
-        key = fingerprint([checkpoint.stage, checkpoint.parent, *checkpoint.contracts, checkpoint.config])
-        return f"{checkpoint.stage}-{key}-"
-
     def stage_config(self, stage: str) -> dict[str, Any]:
-        """The seed, the stage's own section, and how episodes are sampled.
+        """The seed, the stage's own section, how episodes are sampled, and what a row may hold.
 
         A part of a stage ("distill-start") has the section of the whole.
         """
-        section = stage.partition("-")[0]
-        model = {"dtype": self.config.model.dtype, "context": self.config.model.context}
-        return {"seed": self.config.seed, "model": model, section: to_builtins(self.config).get(section)}
+        section, config = stage.partition("-")[0], self.config
+        model = {"dtype": config.model.dtype, "context": config.model.context}
+        own = {section: to_builtins(config).get(section)}
+        return {"seed": config.seed, "pack_tokens": config.pack_tokens, "model": model, **own}
 
     # ------------------------------------------------------------ tasks and rollouts
 
@@ -166,9 +171,9 @@ class Workspace:
 
     def probes(self, checkpoint_id: str) -> str:
         """How the groups begin that shaping samples from a checkpoint; RL starts from what they say of the tasks."""
-        return f"shape-{checkpoint_id}-{self._conditions()}-"
+        return f"shape-{checkpoint_id}-{self.conditions()}-"
 
-    def _conditions(self) -> str:
+    def conditions(self) -> str:
         """What episodes of one checkpoint depend on, beside the task."""
         model = self.config.model
         return fingerprint([self.fingerprint, self.config.seed, model.dtype, model.context])
@@ -178,33 +183,42 @@ class Workspace:
     ) -> list[Trajectory]:
         """Roll the jobs out and store each as it finishes; what the store already holds is not done again.
 
-        A rollout lost to the infrastructure is tried again, under an id of its own, at most RETRIES times.
+        A rollout lost to the infrastructure is tried again, under an id of its own: RETRIES times, and as often when
+        the verb is run again. Raises InfrastructureError when more than half stay lost.
         """
-        done: dict[str, Trajectory] = {}
+        tries = {job.id: self._tries(job.id) for job in jobs}
+        loop = Loop(engine, self.renderer, self.environment, SamplingParams(temperature=temperature), policy)
         for attempt in range(1 + RETRIES):
-            left = [job for job in jobs if not _usable(done.get(job.id))]
-            again = [msgspec.structs.replace(job, id=f"{job.id}-retry{attempt}") for job in left] if attempt else left
-            played = await self._play(engine, policy, again, temperature, f"{title} again" if attempt else title)
-            done |= {job.id: trajectory for job, trajectory in zip(left, played, strict=True)}
-        return [done[job.id] for job in jobs]
+            left = [job for job in jobs if not _usable(tries[job.id])]
+            if not left:
+                break
+            again = [msgspec.structs.replace(job, id=_named(job.id, len(tries[job.id]))) for job in left]
+            about = f"{title} again" if attempt else title
+            with self.progress(about, len(jobs), done=len(jobs) - len(left)) as advance:
 
-    async def _play(
-        self, engine: Engine, policy: str, jobs: Sequence[Job], temperature: float, title: str
-    ) -> list[Trajectory]:
-        found = {job.id: self.store.trajectory(job.id) for job in jobs}
-        done = {name: trajectory for name, trajectory in found.items() if trajectory is not None}
-        missing = [job for job in jobs if job.id not in done]
-        if missing:
-            loop = Loop(engine, self.renderer, self.environment, SamplingParams(temperature=temperature), policy)
-            with self.progress(title, len(jobs), done=len(done)) as advance:
-
-                def finished(trajectory: Trajectory) -> None:
+                def finished(trajectory: Trajectory, advance: Callable[[int], None] = advance) -> None:
                     self.store.add_trajectory(trajectory)
                     advance(1)
 
-                new = await loop.collect(missing, self.config.model.slots, finished)
-            done |= {trajectory.id: trajectory for trajectory in new}
-        return [done[job.id] for job in jobs]
+                played = await loop.collect(again, self.config.model.slots, finished)
+            for job, trajectory in zip(left, played, strict=True):
+                tries[job.id].append(trajectory)
+        last = [tries[job.id][-1] for job in jobs]
+        lost = [t.outcome.failure for t in last if t.outcome.failure is not None]
+        if 2 * len(lost) > len(jobs):
+            why = f"{lost[0].stage}: {lost[0].message}"
+            raise InfrastructureError(
+                f"{title}: {len(lost)} of {len(jobs)} episodes were lost to the infrastructure ({why}): "
+                "mend it, and run this again"
+            )
+        return last
+
+    def _tries(self, job_id: str) -> list[Trajectory]:
+        """What is stored of a job: tries that were lost, and perhaps one that was not."""
+        found: list[Trajectory] = []
+        while not _usable(found) and (stored := self.store.trajectory(_named(job_id, len(found)))) is not None:
+            found.append(stored)
+        return found
 
     async def play_held_out(self, checkpoint: Checkpoint) -> list[tuple[Task, Trajectory]]:
         """`eval.episodes` episodes over the held-out tasks in turn. The same checkpoint is never played twice."""
@@ -213,7 +227,7 @@ class Workspace:
         if not tasks:
             raise DataError("no held-out tasks in the store: run `treadle check` first")
         settings = self.config.eval
-        prefix = f"eval-{checkpoint.id}-{self._conditions()}-{settings.temperature:g}"
+        prefix = f"eval-{checkpoint.id}-{self.conditions()}-{settings.temperature:g}"
         jobs = []
         for i in range(settings.episodes):
             task, again = tasks[i % len(tasks)], i // len(tasks)
@@ -239,8 +253,12 @@ class Workspace:
             yield lambda n: bar.update(task, advance=n)
 
 
-def _usable(trajectory: Trajectory | None) -> bool:
-    return trajectory is not None and trajectory.outcome.failure is None
+def _usable(tries: Sequence[Trajectory]) -> bool:
+    return bool(tries) and tries[-1].outcome.failure is None
+
+
+def _named(job_id: str, attempt: int) -> str:
+    return f"{job_id}-retry{attempt}" if attempt else job_id
 
 
 def console() -> Console:
@@ -258,14 +276,32 @@ def _packages(config: Config) -> tuple[Package, ...]:
 
 
 def base_checkpoint(base: str) -> Checkpoint:
-    """The model a workspace starts from: "smollm2", "tiny", or a Hugging Face folder."""
+    """The model a workspace starts from: "smollm2", "tiny", or a Hugging Face folder, which may move, not change."""
     if base in ("smollm2", "tiny"):
         folder = smollm2() if base == "smollm2" else tiny_llama()
-        name = folder.name  # the cache may move
+        name = folder.name
     else:
-        folder = Path(base).expanduser().resolve()
-        name = str(folder)
+        try:
+            folder = Path(base).expanduser().resolve()
+        except RuntimeError as error:  # ~nobody
+            raise UserError(f"model.base is {base!r}: {error}: give the folder's whole path") from None
+        name = digest(folder)
     return Checkpoint(id=f"base-{fingerprint(name)}", path=str(folder), parent=None, stage="base")
+
+
+def digest(folder: Path) -> str:
+    """Changes when the model in the folder does: a hash of its settings, its tokenizer, and samples of its weights."""
+    model_config(folder)
+    found = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.name in ("config.json", "tokenizer.json") or path.suffix == ".safetensors":
+            size = path.stat().st_size
+            found.update(f"{path.name} {size} ".encode())
+            with path.open("rb") as file:
+                for part in range(SAMPLES):
+                    file.seek(size * part // SAMPLES)
+                    found.update(file.read(size // SAMPLES + 1 if path.suffix == ".json" else 1 << 16))
+    return found.hexdigest()[:16]
 
 
 def renderer_of(checkpoint: Checkpoint) -> ChatML:
@@ -273,9 +309,9 @@ def renderer_of(checkpoint: Checkpoint) -> ChatML:
 
 
 def revision() -> str:
-    """The code's git revision, or "" where it is not in a checkout of its own, or there is no git."""
+    """The code's git revision, with "-dirty" where files were changed; "" without git or a checkout of its own."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return ""
-    found = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip()
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -169,8 +169,7 @@ class SlotEngine:
         """Step while there is work. Requests of one tick of the event loop are admitted together, in order.
 
         Steps run in the event loop's own thread. A second thread that uses torch has a second pool of OpenMP threads,
-        and libgomp lets both pools sleep at every barrier once they hold more threads than there are processors: a
-        decode step of 64 sessions then took 1.6 times as long.
+        and libgomp lets both pools sleep at every barrier once they hold more threads than there are processors.
         """
         while self._open:
             arrived, self._inbox = self._inbox, []

@@ -114,6 +114,13 @@ def step_signals(trajectory: Trajectory) -> list[Signal]:
     return [found[node] for node in sorted(found)]
 
 
+def faulty(trajectory: Trajectory) -> set[int]:
+    """Replies that a step signal finds fault with: now, or when the trajectory was stored, with what was known then."""
+    stored = (signal for signal in trajectory.signals if signal.layer is Layer.PROCESS)
+    found = [*stored, *step_signals(trajectory)]
+    return {signal.node for signal in found if signal.node is not None and (signal.value or 0.0) < 0}
+
+
 def _judge(reply: Node, calls: list[Paired], history: _History) -> Signal | None:
     again = [f"{call.name}: {why}" for call, _ in calls if (why := history.repeats(call))]
     if again:

@@ -10,10 +10,11 @@ from enum import StrEnum
 
 import msgspec
 
-from treadle.feedback.process import behaviour, step_signals
+from treadle.feedback.process import behaviour, faulty
 from treadle.pool.dedup import NearDuplicates, task_words, trajectory_key, trajectory_words, words
 from treadle.pool.leakage import HeldOutTexts
-from treadle.store import Disposition, Store, task_of
+from treadle.store import Disposition, Store, prompt_key, task_of
+from treadle.tables import prompt_of
 from treadle.types import End, FailureKind, Layer, Source, Split, Task, TaskKind, Trajectory, fingerprint, is_solved
 
 STAGE = "curate"
@@ -178,11 +179,13 @@ def _candidates(store: Store) -> Iterator[Trajectory]:
 def _barred(
     trajectory: Trajectory, task: Task | None, of_tasks: dict[str, Decision], held: HeldOutTexts
 ) -> Decision | None:
-    """What belongs to evaluation, by its task or, where that is not known, by its words."""
-    if task is None:
+    """What belongs to evaluation, by its task, or by its words where these are not the task's."""
+    if task is None or prompt_of(trajectory) != prompt_key(task.messages):
         prompt = [word for message in _asked(trajectory) for word in words(message)]
-        overlap = held.of_prompt(prompt)
-        return (Fate.HOLD_OUT, f"leak: {overlap.how} as held-out task {overlap.task}") if overlap else None
+        if (overlap := held.of_prompt(prompt)) is not None:
+            return Fate.HOLD_OUT, f"leak: {overlap.how} as held-out task {overlap.task}"
+    if task is None:
+        return None
     fate, reason = of_tasks[task.id]
     if fate is Fate.HOLD_OUT or reason.startswith("leak"):
         return Fate.HOLD_OUT, f"held_out: of task {task.id} ({reason})"
@@ -250,7 +253,7 @@ def _imitated(trajectory: Trajectory) -> tuple[int, int]:
     """Replies that training would imitate, and how many of them are invalid or repeat what failed."""
     marks = {n.id for n in trajectory.path() if n.extra.get("untrained") or n.extra.get("copied_from")}
     replies = {n.id for n in trajectory.path() if n.message.role == "assistant"} - marks
-    return len(replies), len(replies & {signal.node for signal in step_signals(trajectory)})
+    return len(replies), len(replies & faulty(trajectory))
 
 
 def _failed(sibling: str | None) -> Decision:

@@ -26,6 +26,7 @@ class IngestReport(msgspec.Struct, kw_only=True):
     """Counts over all records read. `trajectories + repeated + sum(quarantined) == records`."""
 
     files: int = 0
+    skipped: dict[str, int] = {}  # files inside folders, by an ending that no log has
     records: int = 0
     trajectories: int = 0  # newly stored
     repeated: int = 0  # stored before, or the same record twice
@@ -43,19 +44,19 @@ class IngestReport(msgspec.Struct, kw_only=True):
         plain = ("files", "records", "trajectories", "repeated", "calls", "results", "interrupted")
         values = msgspec.structs.asdict(self)
         found = [(name, str(values[name])) for name in plain]
-        for group in ("quarantined", "mended", "secrets", "good_for", "missing"):
+        for group in ("skipped", "quarantined", "mended", "secrets", "good_for", "missing"):
             found += [(f"{group.replace('_', ' ')}: {name}", str(n)) for name, n in sorted(values[group].items())]
         return found
 
 
 def ingest(paths: Iterable[str | Path], store: Store) -> IngestReport:
-    """Read log files (and the `*.jsonl` of folders) into the store, one commit a trajectory.
+    """Read log files (and the `*.jsonl` and `*.ndjson` of folders) into the store, one commit a trajectory.
 
-    Raises DataError, before anything is stored, when a path is missing or of no known format.
+    Raises DataError, before anything is stored, when a path is missing, a pipe, or of no known format.
     """
     report = IngestReport()
     scrubber = Scrubber()
-    for path, name in [(path, _format_of(path)) for path in _files(paths)]:
+    for path, name in [(path, _format_of(path)) for path in _files(paths, report.skipped)]:
         report.files += 1
         for record in formats.load(name).read(path) if name else ():
             report.records += 1
@@ -69,15 +70,20 @@ def ingest(paths: Iterable[str | Path], store: Store) -> IngestReport:
     return report
 
 
-def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
+def _files(paths: Iterable[str | Path], skipped: dict[str, int]) -> Iterator[Path]:
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix in LOG_ENDINGS and p.is_file())
-            if not inside:
+            inside = sorted(p for p in path.rglob("*") if p.is_file())
+            logs = [p for p in inside if p.suffix.lower() in LOG_ENDINGS]
+            if not logs:
                 raise DataError(f"no {' or '.join(sorted(LOG_ENDINGS))} files in {path}: name the log files themselves")
-            yield from inside
-        elif path.exists():
+            for other in set(inside) - set(logs):
+                _count(skipped, other.suffix or "no ending")
+            yield from logs
+        elif path.is_file():
             yield path
+        elif path.exists():
+            raise DataError(f"{path} is no regular file, and a log is read twice: write it to a file first")
         else:
             raise DataError(f"no such file: {path}")
 

@@ -99,7 +99,10 @@ def _mapped(trajectory: Trajectory, visit: Visit, named: NamedVisit) -> Trajecto
     """A copy with every text that came from outside replaced; ids stay."""
     nodes = [
         msgspec.structs.replace(
-            node, message=_mapped_message(node.message, visit, named), extra=_mapped_value(node.extra, visit, named)
+            node,
+            message=_mapped_message(node.message, visit, named),
+            failure=node.failure and visit(node.failure),
+            extra=_mapped_value(node.extra, visit, named),
         )
         for node in trajectory.nodes
     ]
@@ -123,6 +126,7 @@ def _mapped_message(message: Message, visit: Visit, named: NamedVisit) -> Messag
     return msgspec.structs.replace(
         message,
         content=visit(message.content),
+        name=message.name and visit(message.name),
         reasoning=None if message.reasoning is None else visit(message.reasoning),
         tool_calls=tuple(map(call, message.tool_calls)),
     )

@@ -44,12 +44,12 @@ _SHAPES = [
         "authorization",
         re.compile(
             r"(?i:authorization)\\?[\"']?[ \t]*:[ \t]*\\?[\"']?"
-            r"(?:(?i:basic|bearer|digest|token|apikey)[ \t]+|(?=\S*[0-9]))(?P<value>[\w.~+/=-]{8,})"
+            r"(?:(?i:basic|bearer|digest|token|apikey)[ \t]+|(?=\S{0,200}[0-9]))(?P<value>[\w.~+/=-]{8,})"
         ),
     ),
-    ("bearer", "bearer", re.compile(r"\b(?i:bearer)\s+(?P<value>(?=\S*[0-9])[\w.~+/-]{8,}=*)")),
+    ("bearer", "bearer", re.compile(r"\b(?i:bearer)\s+(?P<value>(?=\S{0,200}[0-9])[\w.~+/-]{8,}=*)")),
     ("email", "@", re.compile(r"(?<![\w.+-])[\w.+-]+@(?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,}(?![\w(\[]|\.\w)")),
-    ("token", "eyj", re.compile(r"\beyJ[\w=-]{8,}\.[\w=-]+(?:\.[\w.+/=-]*)?")),
+    ("token", "eyj", re.compile(r"(?<![\w-])eyJ[\w=-]{8,1000}\.[\w=-]+(?:\.[\w.+/=-]*)?")),
     ("token", "sk-", re.compile(r"\bsk-[\w-]{20,}")),
     *(("token", "", pattern) for plugin in _PLUGINS for pattern in plugin.denylist),
 ]

@@ -1,4 +1,4 @@
-"""A place where untrusted code runs: one sandbox per episode."""
+"""A place where untrusted code runs, put back to its start before each use."""
 
 from __future__ import annotations
 

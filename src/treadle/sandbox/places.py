@@ -150,7 +150,7 @@ def sandbox_venv(requirements: Sequence[str], cache: Path | None = None) -> Path
     key = hashlib.sha256("\0".join([str(python), _version(python), *wanted]).encode()).hexdigest()[:16]
     home = shared_folder(cache) / "venvs"
     venv, done = home / key, home / f"{key}.done"
-    with _locked(home / f"{key}.lock"):  # built in place, for a venv can't be moved; `done` tells whole from half
+    with locked(home / f"{key}.lock"):  # built in place, for a venv can't be moved; `done` tells whole from half
         if not done.exists():
             shutil.rmtree(venv, ignore_errors=True)
             _run([str(python), "-m", "venv", "--without-pip", str(venv)], "make a virtual environment")
@@ -184,7 +184,8 @@ def _run(command: list[str], purpose: str) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Held by one process at a time; the file is made where there is none."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,7 @@
 """The OpenAI chat-completions wire format, read into our nouns and written from them.
 
-What a request asks for is honoured or refused with a reason; nothing is ignored silently.
+What a request asks for is honoured or refused with a reason. Two things that clients send by default are read and left
+at that: a tool's `strict`, and `include_obfuscation`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from treadle.engine.base import SMALLEST_TEMPERATURE, Sample
 from treadle.errors import UserError, unknown
 from treadle.render.base import same_message
-from treadle.types import Effect, Message, StopReason, Tool, ToolCall, to_msgpack
+from treadle.types import Effect, Message, StopReason, Tool, ToolCall, unstorable
 
 # parameters that may be sent with the value that changes nothing, and why another value is refused
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -31,8 +32,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallel_tool_calls": ((True,), "the model chooses"),
     "response_format": (({"type": "text"},), "replies are text and tool calls"),
 }
-LABELS = ("user", "metadata")  # kept on the trajectory
-DEEPEST = 64  # levels of nesting: what is deeper could be read, and not be stored
 
 
 class RequestError(UserError):
@@ -108,7 +107,7 @@ class Function(Wire, frozen=True):
     name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str = ""
     parameters: dict[str, Any] = {}
-    strict: bool | None = None
+    strict: bool | None = None  # replies are not forced into the schema: a call that breaks it comes as it was written
 
 
 class WireTool(Wire, frozen=True):
@@ -168,7 +167,7 @@ def read_request(body: bytes, model: str) -> Request:
         raise RequestError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise RequestError("the request body must be a JSON object")
-    if fault := _unrecordable(data):
+    if fault := unstorable(data):
         raise RequestError(f"the request holds what can't be recorded: {fault}")
     honoured = {field.name for field in msgspec.structs.fields(Request)}
     for key, value in list(data.items()):
@@ -195,30 +194,12 @@ def _read_call(call: Call) -> ToolCall:
     name, text = call.function.name, call.function.arguments
     try:
         arguments = msgspec.json.decode(text, type=dict[str, Any])
-        fault = _unrecordable(arguments)
+        fault = unstorable(arguments)
     except (msgspec.DecodeError, RecursionError) as error:
         fault = str(error)
     if not fault:
         return ToolCall(call.id, name, arguments)
     return ToolCall(call.id, name, None, raw=f'{{"name": {json.dumps(name)}, "arguments": {text}}}', error=fault)
-
-
-def _unrecordable(value: Any) -> str:
-    """Why a JSON value can't be stored: nested too deeply, or a number that is too large. "" if it can."""
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [part for each in level for part in _parts(each)]
-    if level:
-        return f"nested more than {DEEPEST} deep"
-    try:
-        to_msgpack(value)
-    except (OverflowError, UnicodeEncodeError) as error:
-        return str(error)
-    return ""
-
-
-def _parts(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 
 def _same_tool(a: Tool, b: Tool) -> bool:

@@ -23,7 +23,7 @@ async def check(ws: Workspace) -> dict[str, Any]:
     """Make and admit the pool of tasks (kept for other workspaces too), and store this workspace's share of it.
 
     A candidate is admitted when its fix passes, its broken state fails, and both do so thrice. Returns counts of what
-    was stored and of what was rejected, by reason.
+    was stored, what the store holds of earlier checks (also used), what stays in the pool, what was rejected and why.
     """
     settings = ws.config.tasks
     size = _size(ws)
@@ -37,9 +37,12 @@ async def check(ws: Workspace) -> dict[str, Any]:
         if not made:
             reasons = ", ".join(f"{n} {why}" for why, n in rejected.items() if n) or "no candidate was found"
             raise DataError(f"check: no {split} task of the {wanted} asked for was admitted ({reasons})")
-    ws.store.add_tasks([*held_out, *train])
-    stored = Counter(f"{task.split}/{task.labels.get('level', task.kind)}" for task in [*held_out, *train])
-    return {"stored": dict(stored), "rejected": rejected}
+    before = len(ws.store.tasks())
+    chosen = [*held_out, *train]
+    known = len(chosen) - ws.store.add_tasks(chosen)
+    stored = Counter(f"{task.split}/{task.labels.get('level', task.kind)}" for task in chosen)
+    spare = len(tasks) - len(chosen)  # of other splits, or more than was asked for
+    return {"stored": dict(stored), "of_earlier_checks": before - known, "spare": spare, "rejected": rejected}
 
 
 def _size(ws: Workspace) -> PoolSize:

@@ -32,7 +32,7 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
     runs = await _teacher_runs(ws, teacher, tasks)
     shown, foreign = demonstrations(ws.store.training_trajectories("sft"), ws.renderer, ws.contract)
     if foreign:
-        ws.console.print(f"distill: {foreign} trajectories call tools that {ws.contract.environment!r} lacks: left out")
+        ws.console.print(f"distill: {foreign} trajectories are of another contract: left out")
     examples = [imitation(t) for t in [*runs, *_solved_before(ws, teacher), *shown]]
     data = [example.trajectory.id for example in examples]
     start = ws.made("distill-start", teacher, data)
@@ -102,7 +102,7 @@ def _mixed(ws: Workspace) -> list[Task]:
 async def _teacher_runs(ws: Workspace, teacher: Checkpoint, tasks: list[Task]) -> list[Trajectory]:
     settings = ws.config.distill
     places = [(task, member) for task in tasks[: settings.tasks] for member in range(settings.samples)]
-    jobs = _jobs(f"distill-{teacher.id}-{ws.config.seed}", places, ws.config.seed)
+    jobs = _jobs(f"distill-{teacher.id}-{ws.conditions()}", places, ws.config.seed)
     engine = await ws.engine(teacher)
     played = await ws.play(engine, teacher.id, jobs, 1.0, "distill: teacher runs")
     solved = [t for t in played if is_solved(t.outcome.reward)]
@@ -113,9 +113,8 @@ async def _teacher_runs(ws: Workspace, teacher: Checkpoint, tasks: list[Task]) -
 
 def _solved_before(ws: Workspace, teacher: Checkpoint) -> list[Trajectory]:
     """What the policies solved that became the teacher, step by step: they are there already."""
-    practised = ws.practised(teacher)
     rollouts = ws.store.trajectories(source=Source.ROLLOUT)
-    made = [t for t in rollouts if (t.group or "").startswith(practised) and is_solved(t.outcome.reward)]
+    made = [t for t in rollouts if (t.group or "").startswith(f"{teacher.id}-") and is_solved(t.outcome.reward)]
     return ws.store.admit_training(sorted(made, key=lambda t: t.id))  # stored as they finished: no order to rely on
 
 
@@ -157,7 +156,7 @@ async def _correct(
             reverse_kl(),
             rows=settings.rows,
             epochs=1,
-            learning_rate=settings.learning_rate / 2,  # it imitates well by now
+            learning_rate=settings.learning_rate / 4,  # it imitates well by now
             pack_tokens=ws.config.pack_tokens,
             seed=ws.config.seed + step,
             advance=advance,

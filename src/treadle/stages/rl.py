@@ -7,6 +7,8 @@ trainer is corrected by a truncated importance ratio, and with several updates a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from treadle.batch import Example, divisor, pack
@@ -31,19 +33,20 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     settings = ws.config.rl
     tasks = ws.training_tasks()
     data = [fingerprint([task.id for task in tasks])]
-    steps = Steps(ws.path / "checkpoints", _prefix(ws, parent))
+    name = ws.checkpoint_id("rl", parent, data)
+    steps = Steps(ws.path / "checkpoints", f"{name}-")
     if (made := ws.made("rl", parent, data)) is not None:
         steps.forget()
         return made
     learner = ws.learner(parent, settings.trained_layers)
     done = steps.resume(learner)
     curriculum = Curriculum(tasks)
-    _recall(ws, curriculum, parent, done)
+    _recall(ws, curriculum, parent, [_step(name, step) for step in range(done)])
     engine = await ws.engine(parent)
     loss = policy_loss(clip_low=settings.clip_low, clip_high=settings.clip_high, tis=settings.truncate)
     for step in range(done, settings.steps):
         await engine.load_weights(learner.state(), parent.updates + learner.updates)
-        groups = await _sample(ws, engine, parent, curriculum, step)
+        groups = await _sample(ws, engine, parent, name, curriculum, step)
         ws.store.admit_training(t for group in groups for t in group)
         examples, facts = credit(groups, settings.signal_weight)
         if not examples:
@@ -51,11 +54,11 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
                 f"rl: no group of step {step + 1} tells its rollouts apart (mean reward {facts['reward']}, "
                 f"{facts['ungraded']:.0f} rollouts ungraded): nothing is learnt from it"
             )
-            run.log("rl", step=step, **facts)
+            run.log("rl", checkpoint=name, step=step, **facts)
             continue
         metrics = _improve(ws, learner, examples, loss)
         # Told before it is saved: a kill in between tells the step twice, and never loses it.
-        run.log("rl", step=step, **facts, **metrics)
+        run.log("rl", checkpoint=name, step=step, **facts, **metrics)
         told = {name: facts[name] for name in ("reward", "invalid_calls", "repeats") if facts[name] is not None}
         ws.console.print(f"rl {step + 1}: " + ", ".join(f"{name} {value:.2f}" for name, value in told.items()))
         steps.save(learner, step + 1)
@@ -98,32 +101,34 @@ def _improve(ws: Workspace, learner: Learner, examples: list[Example], loss: Los
     return joined(told)
 
 
-async def _sample(ws: Workspace, engine: Engine, parent: Checkpoint, curriculum: Curriculum, step: int) -> list[Group]:
+async def _sample(
+    ws: Workspace, engine: Engine, parent: Checkpoint, name: str, curriculum: Curriculum, step: int
+) -> list[Group]:
     """A group for each chosen task; groups without spread are made up for by others, within the bound."""
     settings = ws.config.rl
     rng = np.random.default_rng([ws.config.seed, step])
     chosen = curriculum.choose(settings.tasks, rng, boundary=settings.boundary)
-    groups = await _play(ws, engine, parent, chosen, step, f"rl {step + 1}/{settings.steps}")
+    groups = await _play(ws, engine, parent, name, chosen, step, f"rl {step + 1}/{settings.steps}")
     flat = sum(not has_spread([t.outcome.reward for t in group]) for group in groups)
     if min(flat, settings.refills) > 0:
         taken = frozenset(task.id for task in chosen)
         more = curriculum.choose(min(flat, settings.refills), rng, exclude=taken)
-        groups += await _play(ws, engine, parent, more, step, f"rl {step + 1} refill")
+        groups += await _play(ws, engine, parent, name, more, step, f"rl {step + 1} refill")
     for group in groups:
         curriculum.observe(group[0].task_id or "", [t.outcome.reward for t in group])
     return groups
 
 
 async def _play(
-    ws: Workspace, engine: Engine, parent: Checkpoint, tasks: list[Task], step: int, title: str
+    ws: Workspace, engine: Engine, parent: Checkpoint, name: str, tasks: list[Task], step: int, title: str
 ) -> list[Group]:
     size = ws.config.rl.group
     jobs = [
         Job(
-            id=f"{_prefix(ws, parent)}{step:04d}-{task.id}-{member}",
+            id=f"{_step(name, step)}{task.id}-{member}",
             task=task,
             seed=rollout_seed(ws.config.seed, f"rl {step}", task.id, member),
-            group=f"{_prefix(ws, parent)}{step:04d}-{task.id}",
+            group=f"{_step(name, step)}{task.id}",
         )
         for task in tasks
         for member in range(size)
@@ -132,16 +137,16 @@ async def _play(
     return [played[start : start + size] for start in range(0, len(played), size)]
 
 
-def _prefix(ws: Workspace, parent: Checkpoint) -> str:
-    return f"rl-{ws.stage_key('rl', parent)}-"
+def _step(name: str, step: int) -> str:
+    """How the groups of a step begin, on the way to the checkpoint of this name."""
+    return f"{name}-{step:04d}-"
 
 
-def _recall(ws: Workspace, curriculum: Curriculum, parent: Checkpoint, steps: int) -> None:
+def _recall(ws: Workspace, curriculum: Curriculum, parent: Checkpoint, done: Sequence[str]) -> None:
     """What is already known of the tasks: the groups that shaping probed, and those of the finished steps.
 
     Groups of a step that was broken off are left out: a resumed step must choose the tasks it had chosen.
     """
-    done = [f"{_prefix(ws, parent)}{step:04d}-" for step in range(steps)]
     probed = [ws.probes(checkpoint) for checkpoint in (parent.parent, parent.id) if checkpoint]
     for prefix in (*probed, *done):
         groups: dict[tuple[str, str], list[float | None]] = {}

@@ -7,10 +7,13 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 
-from treadle.env.base import Session
+from treadle.env.base import Session, ToolResult
 from treadle.errors import DataError, InfrastructureError
+from treadle.feedback.process import step_signals
+from treadle.pool.formats.openai_messages import Reader
 from treadle.rollout import refuse, rollout_seed
 from treadle.serve.app import create_app, running
 from treadle.serve.app import serve as serve_app
@@ -44,7 +47,7 @@ async def serve_tasks(ws: Workspace, checkpoint: Checkpoint, turn: int) -> dict[
         with ws.progress("serve", len(chosen)) as advance:
             async with running(app) as url, httpx.AsyncClient(base_url=url, timeout=CLIENT_SECONDS) as client:
 
-                async def play(task: Task, session: Session) -> str | None:
+                async def play(task: Task, session: Session) -> Conversation | None:
                     try:
                         return await _converse(ws, client, checkpoint.id, task, session, turn)
                     except (InfrastructureError, httpx.HTTPError) as error:
@@ -55,8 +58,8 @@ async def serve_tasks(ws: Workspace, checkpoint: Checkpoint, turn: int) -> dict[
 
                 played = await asyncio.gather(*map(play, chosen, sessions))
         # the server has stopped, so that every conversation is stored, also those that no reply had ended
-        kept = [(name, session) for name, session in zip(played, sessions, strict=True) if name is not None]
-        rewards = [await _judge(ws, name, session) for name, session in kept]
+        kept = [(talk, session) for talk, session in zip(played, sessions, strict=True) if talk and talk.recorded]
+        rewards = [await _judge(ws, talk, session) for talk, session in kept]
     finally:
         for session in sessions:
             await session.close()
@@ -69,16 +72,24 @@ async def serve_tasks(ws: Workspace, checkpoint: Checkpoint, turn: int) -> dict[
     }
 
 
+class Conversation(msgspec.Struct):
+    """What the client knows of an episode: the record is scrubbed, and doesn't know which calls were turned down."""
+
+    messages: list[dict[str, Any]]
+    failures: dict[int, str] = {}  # codes of tool results, by message
+    recorded: str = ""  # the id under which the server recorded it; "" while it has given no reply
+
+
 async def _converse(
     ws: Workspace, client: httpx.AsyncClient, model: str, task: Task, session: Session, turn: int
-) -> str | None:
-    """One episode through the endpoint; the id under which the server recorded it, None if it gave no reply."""
-    messages: list[dict[str, Any]] = [{"role": m.role, "content": m.content} for m in task.messages]
+) -> Conversation:
+    """One episode through the endpoint."""
+    talk = Conversation([{"role": m.role, "content": m.content} for m in task.messages])
+    messages = talk.messages
     tools = [
         {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
         for t in ws.contract.tools
     ]
-    recorded: str | None = None
     for number in range(ws.contract.budget.turns):
         seed = rollout_seed(ws.config.seed, turn, task.id, number)
         metadata = {"task_id": task.id}
@@ -87,36 +98,40 @@ async def _converse(
         if answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded":
             break  # the last result left no room for a reply
         reply = answer.raise_for_status().json()
-        recorded = reply["treadle"]["session"]
+        talk.recorded = reply["treadle"]["session"]
         message = reply["choices"][0]["message"]
         messages.append(message)
         if not message.get("tool_calls") or reply["choices"][0]["finish_reason"] == "length":
             break
         for call in message["tool_calls"]:
-            content, ended = await _call(ws, session, call)
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
-            if ended:
-                return recorded
-    return recorded
+            result = await _call(ws, session, call)
+            if result.failure:
+                talk.failures[len(messages)] = result.failure
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result.content})
+            if result.ends:
+                return talk
+    return talk
 
 
-async def _call(ws: Workspace, session: Session, wire: dict[str, Any]) -> tuple[str, bool]:
+async def _call(ws: Workspace, session: Session, wire: dict[str, Any]) -> ToolResult:
     function = wire["function"]
     call = ToolCall(id=wire["id"], name=function["name"], arguments=json.loads(function["arguments"]))
-    result = refuse(ws.contract, call) or await session.call(call)
-    return result.content, result.ends
+    return refuse(ws.contract, call) or await session.call(call)
 
 
-async def _judge(ws: Workspace, recorded: str, session: Session) -> float | None:
-    """Grade the environment as the client left it, and add the verdict to what the server recorded."""
-    trajectory = ws.store.trajectory(recorded)
+async def _judge(ws: Workspace, talk: Conversation, session: Session) -> float | None:
+    """Grade the environment as the client left it; the verdict and faults of steps go to what the server recorded."""
+    trajectory = ws.store.trajectory(talk.recorded)
     if trajectory is None:
-        raise DataError(f"the endpoint answered for session {recorded!r} but did not store it")
+        raise DataError(f"the endpoint answered for session {talk.recorded!r} but did not store it")
+    reader = Reader(set(), talk.failures)
+    reader.read(talk.messages)
+    seen = msgspec.structs.replace(trajectory, nodes=reader.nodes)
     try:
-        outcome = await session.grade(trajectory)
+        outcome = await session.grade(seen)
     except InfrastructureError as error:
-        ws.console.print(f"serve: session {recorded} could not be graded: {error}")
+        ws.console.print(f"serve: session {talk.recorded} could not be graded: {error}")
         return None
     verdict = Signal(name="verifier", layer=Layer.VERIFIER, value=outcome.reward, version=outcome.verifier)
-    ws.store.add_signals(recorded, [verdict])
+    ws.store.add_signals(talk.recorded, [verdict, *step_signals(seen)])
     return outcome.reward

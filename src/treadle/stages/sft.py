@@ -21,7 +21,7 @@ async def sft(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     if not rows:
         raise DataError("no trajectory is admitted for SFT: run `treadle ingest` and `treadle curate` first")
     if foreign:
-        ws.console.print(f"sft: {foreign} trajectories call tools that {ws.contract.environment!r} lacks: left out")
+        ws.console.print(f"sft: {foreign} trajectories are of another contract: left out")
     learner = ws.learner(parent)
     with ws.progress("sft", len(rows) * settings.epochs) as advance:
         fit(

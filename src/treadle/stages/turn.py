@@ -5,7 +5,6 @@ The next turn starts from what this one released, and takes in what it served.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,6 +13,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from treadle.config import Config
+from treadle.errors import UserError
+from treadle.models import model_config
 from treadle.pool.curate import curate
 from treadle.pool.ingest import ingest
 from treadle.prune import check_layers
@@ -36,8 +38,7 @@ Result = dict[str, Any]
 async def turn(ws: Workspace) -> Run:
     """Run every stage, from raw logs to a served agent; returns the run, whose folder holds the report."""
     number, start = _where(ws)
-    layers = json.loads((Path(start.path) / "config.json").read_bytes())["num_hidden_layers"]
-    check_layers(layers, ws.config.distill.layers)  # refused now, not after all that comes before the student
+    _check_model(Path(start.path), ws.config)  # refused now, not after all that comes before the student
     ws.console.print(f"turn {number}, from {start.id}")
     t = Turn(ws, number)
     await t.stage("check", lambda: check(ws), t.tasks)
@@ -65,13 +66,21 @@ async def turn(ws: Workspace) -> Run:
     return t.run
 
 
+def _check_model(folder: Path, config: Config) -> None:
+    model = model_config(folder)
+    check_layers(model["num_hidden_layers"], config.distill.layers)
+    context, positions = config.model.context, model.get("max_position_embeddings", 0)
+    if context > positions:
+        raise UserError(f"model.context is {context}, and the model in {folder} has {positions} positions: lower it")
+
+
 class Turn:
     """One turn's journal: what was done, for which inputs, with which result."""
 
     def __init__(self, ws: Workspace, number: int) -> None:
         self.ws = ws
         self.number = number
-        self.tasks = fingerprint(to_builtins(ws.config.tasks))  # settings that every stage depends on
+        self.tasks = fingerprint(to_builtins(ws.config.tasks))
         self.run = Run(ws.path / "runs" / f"turn-{number}", ws.config)
 
     async def stage(self, name: str, work: Callable[[], Awaitable[Result]], *inputs: str) -> Result:

@@ -149,7 +149,10 @@ class TestBench:
         # environment is empty otherwise, so -s -P without site hooks of the user isolate just as much.
         command = ["/usr/bin/env", "PYTHONHASHSEED=0", self._python, "-s", "-P", "-B", "-c", RUNNER]
         async with self._sandbox() as sandbox:
-            await sandbox.write(files)
+            try:
+                await sandbox.write(files)
+            except OSError as error:  # no room in it: the sandbox's fault, not the policy's
+                raise SandboxDead(f"nothing can be written in the sandbox: {error}") from error
             limit = 10 + sum(job.repeat for job in jobs) * seconds
             done = await sandbox.exec([*command, msgspec.json.encode(request).decode()], limit, output_limit=1 << 26)
         return _answer(done.output, nonce, jobs)

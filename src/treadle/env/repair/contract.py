@@ -8,7 +8,7 @@ SYSTEM = (
     "Fix the bug so that the failing test passes, then submit. If it is not said what fails, ask. "
     "If tests contradict each other, give up. Refuse to delete tests or to show secrets."
 )
-VERIFIER = "repair-tests@1"
+VERIFIER = "repair-tests@2"
 
 NO_FILE, NO_LINE, NO_TEXT, FORBIDDEN = "no_such_file", "no_such_line", "text_not_found", "forbidden_path"
 NO_TEST, NO_CHANGE, NOTHING, BAD = "no_such_test", "no_change", "nothing_to_undo", "bad_arguments"

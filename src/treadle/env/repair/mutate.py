@@ -219,7 +219,7 @@ def _between(kind: str, operator: ast.AST, left: ast.expr, right: ast.expr, line
 
 
 def _body_nodes(node: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Every node of the body but the docstring's and the annotations'; defaults and decorators are outside."""
+    """Every node of the body but the docstring's; the signature's annotations, defaults and decorators are outside."""
     for statement in node.body[1:] if ast.get_docstring(node) is not None else node.body:
         yield from ast.walk(statement)
 

@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from treadle.errors import DataError, UserError
+from treadle.sandbox.places import locked
 from treadle.types import Record, fingerprint
 
 PYTEST = "pytest==9.2.0"
@@ -136,9 +137,11 @@ def package_sources(packages: Sequence[Package], cache: Path) -> tuple[Path, dic
     Raises UserError when a package can't be fetched, DataError when its globs match nothing.
     """
     tree = cache / f"packages-{fingerprint([p.requirement for p in packages])}"
-    for package in packages:
-        if not (tree / package.name).exists():
-            _fetch(package, tree)
+    tree.mkdir(parents=True, exist_ok=True)
+    with locked(tree / ".lock"):
+        for package in packages:
+            if not (tree / package.name).exists():
+                _fetch(package, tree)
     found = {package.name: PackageSource(package, tree / package.name) for package in packages}
     for name, source in found.items():
         if not source.modules or not source.tests:
@@ -154,25 +157,28 @@ for name in sys.argv[1:]:
     digest, code = rewrite._rewrite_test(test, None)
     with open(test.parent / "__pycache__" / (test.stem + rewrite.PYC_TAIL), "wb") as file:
         rewrite._write_pyc_fp(file, digest, code)
-"""  # what pytest (whose version is pinned) does itself at every import when it may not write: a third of a second
+"""  # what pytest (whose version is pinned) does itself at every import when it may not write
 
 
 def compile_tree(tree: Path, sources: Iterable[PackageSource], python: Path) -> None:
     """Compiled copies beside the sources, checked by content, so that a run imports in a tenth of the time."""
     done = tree / ".compiled"
-    if done.exists():
-        return
+    with locked(tree / ".lock"):
+        if not done.exists():
+            _compile(tree, sources, python)
+            done.write_text("")
+
+
+def _compile(tree: Path, sources: Iterable[PackageSource], python: Path) -> None:
     command: list[str | Path] = [python, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", tree]
     subprocess.run(command, check=False, capture_output=True)  # a test file that is broken on purpose stays as it is
     tests = [source.root / path for source in sources for path in source.tests]
     ready = subprocess.run([python, "-c", COMPILE, *tests], capture_output=True, text=True, check=False)
     if ready.returncode:
         raise DataError(f"can't prepare the tests in {tree}: {ready.stderr.strip().splitlines()[-1:]}")
-    done.write_text("")
 
 
 def _fetch(package: Package, tree: Path) -> None:
-    tree.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=tree.parent) as scratch:
         folder, unpacked = Path(scratch) / "download", Path(scratch) / "unpacked"
         kind = ["--no-binary", package.name] if package.archive else ["--only-binary", package.name]

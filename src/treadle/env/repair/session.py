@@ -338,7 +338,10 @@ def starting_files(source: PackageSource, scene: Scene) -> dict[str, str]:
 def _source(bench: TestBench, scene: Scene) -> PackageSource:
     source = bench.sources.get(scene.package)
     if source is None:
-        raise DataError(unknown("package", scene.package, bench.sources))
+        have = ", ".join(bench.sources)
+        raise DataError(
+            f"a task is of package {scene.package!r}, and tasks.packages names {have}: put it back, or start anew"
+        )
     if source.package.version != scene.version:
         have = source.package.requirement
         raise DataError(

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from treadle.env import check
 from treadle.env.check import Probe, admit_all, call_message
 from treadle.env.repair.bench import Job, TestBench, Verdict, changed_files
 from treadle.env.repair.boundary import boundary_tasks
@@ -65,6 +66,7 @@ async def build_pool(
 ) -> Pool:
     """The pool kept beside `path`, made when there is none for these packages, size, seed and code."""
     code = [Path(__file__).with_name(f"{name}.py").read_bytes().hex() for name in MAKING]
+    code.append(Path(check.__file__).read_bytes().hex())  # what admits them
     packages = [to_builtins(source.package) for source in bench.sources.values()]
     python = sys.version_info[:2]  # tasks quote its messages
     kept = path.with_name(f"{path.stem}-{fingerprint([packages, to_builtins(size), seed, python, code])}.jsonl")

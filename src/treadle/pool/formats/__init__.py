@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -12,7 +13,7 @@ from treadle.pool.formats.base import Quarantine
 from treadle.types import Trajectory
 
 FORMATS = {"openai_chat": "treadle.pool.formats.openai_chat"}
-HEAD = 64  # lines that detection looks at
+HEAD = 64  # lines that detection looks at, empty ones apart
 
 
 class Format(Protocol):
@@ -33,7 +34,7 @@ def detect(path: Path) -> str | None:
     """Name of the format of a file, by its content; None when no format knows it. Raises DataError if unreadable."""
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
-            lines = [line for line, _ in zip(file, range(HEAD), strict=False)]
+            lines = list(islice((line for line in file if line.strip()), HEAD))
     except OSError as error:
         raise DataError(f"can't read {path}: {error.strerror}") from error
     return next((name for name in FORMATS if load(name).detect(lines)), None)

@@ -29,7 +29,7 @@ from treadle.types import (
     Trajectory,
     fingerprint,
     to_builtins,
-    to_msgpack,
+    unstorable,
 )
 
 _UNDERSTOOD = {
@@ -240,9 +240,11 @@ def _extra(row: dict[str, Any], given: dict[str, Any], counts: dict[str, int]) -
 
 def _check_storable(trajectory: Trajectory) -> None:
     try:
-        to_msgpack(trajectory)
-    except (UnicodeEncodeError, OverflowError, RecursionError) as error:
-        raise BadRecord("not_storable", f"holds what no store can keep: {error}") from error
+        fault = unstorable(to_builtins(trajectory))
+    except RecursionError as error:
+        fault = str(error)
+    if fault:
+        raise BadRecord("not_storable", f"holds what no store can keep: {fault}")
 
 
 # ---------------------------------------------------------------- writing

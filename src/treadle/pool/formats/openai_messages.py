@@ -7,13 +7,14 @@ A call that nothing answers is reported as unanswered; a result that answers not
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from typing import Any
 
 import msgspec
 
 from treadle.pool.formats.base import BadRecord
-from treadle.types import Message, Node, ToolCall
+from treadle.types import Message, Node, ToolCall, unstorable
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _ROLES |= {"tool": "tool", "function": "tool"}
@@ -185,17 +186,30 @@ def read_call(call_id: str, name: str, given: Any) -> ToolCall:
     for _ in range(2):
         if isinstance(value, str) and value.strip():
             try:
-                value = json.loads(value)
+                value = json.loads(value, parse_constant=_no_number, parse_float=_finite)
             except (ValueError, RecursionError) as error:
                 problem = f"arguments are not valid JSON: {error}"
                 break
     if value is None or value == "":
         return ToolCall(id=call_id, name=name, arguments={})
     if isinstance(value, dict):
-        return ToolCall(id=call_id, name=name, arguments=value)
+        problem = unstorable(value)
+        if not problem:
+            return ToolCall(id=call_id, name=name, arguments=value)
     text = given if isinstance(given, str) else json.dumps(given)
     problem = problem or f"arguments must be an object, found {type(value).__name__}"
     return ToolCall(id=call_id, name=name, arguments=None, raw=_raw(name, text), error=problem)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text} is beyond what a number can be")
+    return number
 
 
 def written_arguments(call: ToolCall) -> str:
