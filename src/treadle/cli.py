@@ -58,6 +58,8 @@ def main() -> None:
             raise
         sys.exit(_say(f"{error.name} is not installed: pip install 'treadle[{EXTRAS[error.name]}]'", 2))
     except OSError as error:
+        if error.errno is None:  # a timeout, say: nothing that a path could mend
+            raise
         where = error.filename or "a file"
         sys.exit(_say(f"can't use {where} ({error.strerror or error}): make room, or give another path", 2))
 

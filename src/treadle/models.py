@@ -67,8 +67,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     _check_folder(folder, "config.json", "tokenizer.json")
     path = folder / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_str(path.read_text("utf-8"))
-    except Exception as error:  # the library raises no narrower one
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+    except ValueError as error:
         raise UserError(f"{path} is no tokenizer that can be read ({error}): copy the model folder again") from error
     tokenizer.encode_special_tokens = True
     return tokenizer

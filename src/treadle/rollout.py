@@ -18,7 +18,7 @@ import msgspec
 from treadle.engine.base import Engine, Sample
 from treadle.env.base import Environment, Session, ToolResult
 from treadle.errors import InfrastructureError, SandboxDead, unknown
-from treadle.render.base import Renderer
+from treadle.render.base import Renderer, contract_fingerprint
 from treadle.types import (
     Contract,
     End,
@@ -103,7 +103,7 @@ class Loop:
         self.params = msgspec.structs.replace(
             params, stop_ids=renderer.stop_ids, max_tokens=self.contract.budget.reply_tokens
         )
-        self._fingerprint = self.contract.fingerprint(renderer.tool_block(self.contract.tools, self.contract.acts))
+        self._fingerprint = contract_fingerprint(self.contract, renderer)
 
     async def collect(
         self, jobs: Sequence[Job], concurrency: int, on_done: Callable[[Trajectory], None] | None = None

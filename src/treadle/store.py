@@ -27,6 +27,7 @@ from treadle.tables import (
     TRAJECTORIES,
     Disposition,
     prompt_key,
+    prompt_of,
     task_of,
 )
 from treadle.types import (
@@ -45,7 +46,7 @@ from treadle.types import (
     to_msgpack,
 )
 
-__all__ = ["Disposition", "Store", "prompt_key", "task_of"]
+__all__ = ["Disposition", "Store", "prompt_key", "prompt_of", "task_of"]
 
 PAGE = 256  # trajectories read per query while iterating
 PURPOSES = {"sft": ("train", "boundary"), "preference": ("train", "boundary", "preference")}

@@ -16,7 +16,7 @@ from treadle.errors import DataError
 from treadle.feedback.process import faulty
 from treadle.learner import Learner
 from treadle.losses import Loss
-from treadle.render.base import Renderer, undeclared_calls
+from treadle.render.base import Renderer, contract_fingerprint, undeclared_calls
 from treadle.types import Contract, Node, Trajectory
 
 Item = TypeVar("Item")
@@ -41,13 +41,15 @@ def demonstrations(
     Text that calls tools of another contract is: under this one's tool block it would teach calls nobody declared. So
     are tokens that were sampled under another.
     """
-    ours = contract.fingerprint(renderer.tool_block(contract.tools, contract.acts))
+    ours = contract_fingerprint(contract, renderer)
     kept: list[Trajectory] = []
     foreign = 0
     for trajectory in trajectories:
-        sampled = any(node.tokens for node in trajectory.nodes)
-        messages = [node.message for node in trajectory.nodes]
-        if trajectory.contract != ours if sampled else undeclared_calls(messages, contract.tools):
+        if any(node.tokens for node in trajectory.nodes):
+            of_another = trajectory.contract != ours
+        else:
+            of_another = bool(undeclared_calls([node.message for node in trajectory.nodes], contract.tools))
+        if of_another:
             foreign += 1
         else:
             kept.append(tokenised(trajectory, renderer, contract))

@@ -20,6 +20,7 @@ from treadle.env.repair.packages import PACKAGES, Package
 from treadle.env.repair.session import RepairEnvironment
 from treadle.errors import DataError, InfrastructureError, UserError, unknown
 from treadle.models import load_tokenizer, model_config, smollm2, tiny_llama
+from treadle.render.base import contract_fingerprint
 from treadle.render.chatml import ChatML
 from treadle.rollout import Job, Loop, rollout_seed
 from treadle.store import Store
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 RETRIES = 2
-SAMPLES = 16  # places of a file that its digest reads
+SAMPLES = 16  # places of a weight file that a digest reads
 
 
 class Workspace:
@@ -45,7 +46,7 @@ class Workspace:
         self.contract = environment.contract()
         self.base = base_checkpoint(config.model.base)
         self.renderer = renderer_of(self.base)
-        self.fingerprint = self.contract.fingerprint(self.renderer.tool_block(self.contract.tools, self.contract.acts))
+        self.fingerprint = contract_fingerprint(self.contract, self.renderer)
         self.store = Store(path / "treadle.db")
         self._engine: SlotEngine | None = None
         self._holds = ""
@@ -294,13 +295,15 @@ def digest(folder: Path) -> str:
     model_config(folder)
     found = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.name in ("config.json", "tokenizer.json") or path.suffix == ".safetensors":
+        if path.name in ("config.json", "tokenizer.json"):
+            found.update(path.read_bytes())
+        elif path.suffix == ".safetensors":
             size = path.stat().st_size
             found.update(f"{path.name} {size} ".encode())
             with path.open("rb") as file:
                 for part in range(SAMPLES):
                     file.seek(size * part // SAMPLES)
-                    found.update(file.read(size // SAMPLES + 1 if path.suffix == ".json" else 1 << 16))
+                    found.update(file.read(1 << 16))
     return found.hexdigest()[:16]
 
 

@@ -13,8 +13,7 @@ import msgspec
 from treadle.feedback.process import behaviour, faulty
 from treadle.pool.dedup import NearDuplicates, task_words, trajectory_key, trajectory_words, words
 from treadle.pool.leakage import HeldOutTexts
-from treadle.store import Disposition, Store, prompt_key, task_of
-from treadle.tables import prompt_of
+from treadle.store import Disposition, Store, prompt_key, prompt_of, task_of
 from treadle.types import End, FailureKind, Layer, Source, Split, Task, TaskKind, Trajectory, fingerprint, is_solved
 
 STAGE = "curate"

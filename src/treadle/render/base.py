@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Protocol
 
-from treadle.types import Act, Message, Tool, ToolCall
+from treadle.types import Act, Contract, Message, Tool, ToolCall
 
 
 class Renderer(Protocol):
@@ -85,6 +85,11 @@ def _call_key(call: ToolCall) -> str:
     if call.arguments is None:
         return call.raw.strip()
     return json.dumps([call.name, call.arguments], sort_keys=True)
+
+
+def contract_fingerprint(contract: Contract, renderer: Renderer) -> str:
+    """What trajectories are marked with: the contract as this renderer tells it to the policy."""
+    return contract.fingerprint(renderer.tool_block(contract.tools, contract.acts))
 
 
 def undeclared_calls(messages: Sequence[Message], tools: Sequence[Tool]) -> list[str]:

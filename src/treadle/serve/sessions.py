@@ -20,7 +20,7 @@ import msgspec
 from treadle.engine.base import Engine, Sample
 from treadle.errors import UserError
 from treadle.pool.scrub import Scrubber
-from treadle.render.base import Renderer
+from treadle.render.base import Renderer, contract_fingerprint
 from treadle.rollout import CLEAN_STOPS, act_of, append, append_reply
 from treadle.serve.wire import Reply, Request, RequestError, as_sent, echoes
 from treadle.store import Store
@@ -178,7 +178,7 @@ class Sessions:
             id=uuid.uuid4().hex,
             task_id=None,
             environment=contract.environment if contract else None,
-            contract=contract.fingerprint(self.renderer.tool_block(tools, contract.acts)) if contract else None,
+            contract=contract_fingerprint(contract, self.renderer) if contract else None,
             source=Source.SERVED,
             policy=self.model,
             labels=request.labels(),

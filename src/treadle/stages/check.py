@@ -37,12 +37,12 @@ async def check(ws: Workspace) -> dict[str, Any]:
         if not made:
             reasons = ", ".join(f"{n} {why}" for why, n in rejected.items() if n) or "no candidate was found"
             raise DataError(f"check: no {split} task of the {wanted} asked for was admitted ({reasons})")
-    before = len(ws.store.tasks())
     chosen = [*held_out, *train]
-    known = len(chosen) - ws.store.add_tasks(chosen)
+    ws.store.add_tasks(chosen)
+    earlier = len(ws.store.tasks()) - len(chosen)
     stored = Counter(f"{task.split}/{task.labels.get('level', task.kind)}" for task in chosen)
     spare = len(tasks) - len(chosen)  # of other splits, or more than was asked for
-    return {"stored": dict(stored), "of_earlier_checks": before - known, "spare": spare, "rejected": rejected}
+    return {"stored": dict(stored), "of_earlier_checks": earlier, "spare": spare, "rejected": rejected}
 
 
 def _size(ws: Workspace) -> PoolSize:

@@ -36,8 +36,8 @@ async def shape(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     groups = await _sample(ws, parent)
     pairs = [pair for group in groups for pair in pairs_of(group)]
     played = ws.store.admit_training(t for group in groups for t in group)
-    solved = [t for t in played if is_solved(t.outcome.reward)]
-    failed = [t for t in played if t.outcome.reward is not None and not is_solved(t.outcome.reward)]
+    solved, failed = _told_apart(played)
+    ungraded = len(played) - len(solved) - len(failed)
     if solved and not failed:
         ws.console.print("shape: no graded rollout failed its task: nothing to prefer, the policy stays as it is")
         return parent
@@ -45,18 +45,19 @@ async def shape(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     if not pairs or not sound:
         raise DataError(
             f"shape: {len(pairs)} pairs and {len(sound)} rollouts to imitate in {len(groups)} groups ({len(solved)} "
-            f"rollouts solved their task, {len(failed)} failed, {len(played) - len(solved) - len(failed)} were not "
-            "graded): raise shape.tasks or shape.group, or train longer before shaping"
+            f"rollouts solved their task, {len(failed)} failed, {ungraded} were not graded): raise shape.tasks or "
+            "shape.group, or train longer before shaping"
         )
     learner = ws.learner(parent, settings.trained_layers)
-    plan = list(_plan(ws, pairs, sound))
+    half = max(1, settings.rows // 2)  # of an update's rows are pairs, as many again are imitated
+    plan = list(_plan(ws, pairs, sound, half))
     facts = {
         "groups": len(groups),
         "solved": len(solved),
-        "solved_unused": len(solved) - min(len(sound), len(plan) * _half(settings.rows)),
+        "solved_unused": len(solved) - min(len(sound), len(plan) * half),
         "pairs": len(pairs),
         "failed_unpaired": len(failed) - len(pairs),
-        "ungraded": len(played) - len(solved) - len(failed),
+        "ungraded": ungraded,
     }
     for preferred, _, _ in plan:  # the reference is the policy before its first update
         for each, logp_N in zip(preferred, learner.log_probs(preferred), strict=True):
@@ -93,11 +94,18 @@ async def _sample(ws: Workspace, parent: Checkpoint) -> list[list[Trajectory]]:
     return [played[start : start + settings.group] for start in range(0, len(played), settings.group)]
 
 
+def _told_apart(rollouts: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Those that solved their task and those that failed; the ungraded are neither."""
+    graded = [t for t in rollouts if t.outcome.reward is not None]
+    solved = [t for t in graded if is_solved(t.outcome.reward)]
+    return solved, [t for t in graded if not is_solved(t.outcome.reward)]
+
+
 def pairs_of(group: Sequence[Trajectory]) -> list[Pair]:
     """Each failed rollout with the solved one it shares most with; each solved one is used once."""
-    solved = [t for t in group if is_solved(t.outcome.reward)]
+    solved, lost = _told_apart(group)
     pairs = []
-    for failed in (t for t in group if t.outcome.reward is not None and not is_solved(t.outcome.reward)):
+    for failed in lost:
         found = [Pair(good, failed, at) for good in solved if (at := parting(good, failed)) is not None]
         if found:
             pairs.append(max(found, key=lambda pair: pair.at))
@@ -117,18 +125,12 @@ def parting(first: Trajectory, second: Trajectory) -> int | None:
     return None
 
 
-def _half(rows: int) -> int:
-    return max(1, rows // 2)
-
-
 def _plan(
-    ws: Workspace, pairs: Sequence[Pair], sound: Sequence[Example]
+    ws: Workspace, pairs: Sequence[Pair], sound: Sequence[Example], half: int
 ) -> Iterator[tuple[list[Pack], list[Pack], dict[str, float]]]:
-    """Packs of each update, and what they leave out: half of its rows are pairs, as many again are to be imitated."""
-    settings = ws.config.shape
-    half = _half(settings.rows)
+    """Packs of each update, `half` pairs and `half` rows to imitate, and what they leave out."""
     imitated = cycle(list(batches(sound, half, 1, ws.config.seed)))
-    for batch in batches(pairs, half, settings.epochs, ws.config.seed):
+    for batch in batches(pairs, half, ws.config.shape.epochs, ws.config.seed):
         rows = [row for k, pair in enumerate(batch) for row in _rows(k, pair)]
         preferred, report = pack(rows, ws.config.pack_tokens)
         rest, other = pack(next(imitated), ws.config.pack_tokens)

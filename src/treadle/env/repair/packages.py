@@ -137,11 +137,12 @@ def package_sources(packages: Sequence[Package], cache: Path) -> tuple[Path, dic
     Raises UserError when a package can't be fetched, DataError when its globs match nothing.
     """
     tree = cache / f"packages-{fingerprint([p.requirement for p in packages])}"
-    tree.mkdir(parents=True, exist_ok=True)
-    with locked(tree / ".lock"):
-        for package in packages:
-            if not (tree / package.name).exists():
-                _fetch(package, tree)
+    if not all((tree / package.name).exists() for package in packages):
+        tree.mkdir(parents=True, exist_ok=True)
+        with locked(tree.with_suffix(".lock")):
+            for package in packages:
+                if not (tree / package.name).exists():
+                    _fetch(package, tree)
     found = {package.name: PackageSource(package, tree / package.name) for package in packages}
     for name, source in found.items():
         if not source.modules or not source.tests:
@@ -163,7 +164,9 @@ for name in sys.argv[1:]:
 def compile_tree(tree: Path, sources: Iterable[PackageSource], python: Path) -> None:
     """Compiled copies beside the sources, checked by content, so that a run imports in a tenth of the time."""
     done = tree / ".compiled"
-    with locked(tree / ".lock"):
+    if done.exists():
+        return  # also where nothing may be written
+    with locked(tree.with_suffix(".lock")):
         if not done.exists():
             _compile(tree, sources, python)
             done.write_text("")
