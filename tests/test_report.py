@@ -143,6 +143,7 @@ def fill(run: Run) -> None:
         run.row(label, summary(solved, repeats))
     for step in range(8):
         run.log("rl", step=step, reward=0.4 + 0.04 * step, invalid_calls=0.2 - 0.02 * step, repeats=0.6 / (step + 1))
+        run.log("distill-rl", step=step, reward=0.3 + 0.05 * step)
     run.log("sft", loss=1.0)
 
 
@@ -180,6 +181,7 @@ def test_runs_of_one_plan_stand_side_by_side(run: Run, tmp_path: Path) -> None:
     assert (first["config"]["seed"], second["config"]["seed"]) == (0, 1)
     assert [row["stage"] for row in first["stages"]] == ["base", "sft", "rl", "distill"]
     assert [step["step"] for step in second["rl"]] == list(range(8))
+    assert [step["reward"] for step in second["distill-rl"]] == pytest.approx([0.3 + 0.05 * step for step in range(8)])
     assert first["releases"] == [
         {"seconds": 1.0, "candidate": "c", "incumbent": "i", "released": False, "criteria": []}
     ]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -479,6 +480,25 @@ async def test_contract_names_what_was_served(store: Store) -> None:
     assert engine.params[0].max_tokens == CONTRACT.budget.reply_tokens
     asked = RENDERER.delta(Message(role="user", content="go"), first=True, tools=CONTRACT.tools, acts=CONTRACT.acts)
     assert engine.asked[0] == [*asked, *RENDERER.reply_header()], "the prompt is the one that rollouts have"
+
+
+async def test_a_call_that_is_turned_down_ends_nothing(store: Store) -> None:
+    """To give up without a reason is an error that the client answers, in the same episode; with one, it is over."""
+    schema = {"type": "object", "properties": {"reason": {"type": "string"}}, "required": ["reason"]}
+    stop = Tool(name="give_up", description="Stop.", parameters=schema, effect=Effect.END, end=End.GAVE_UP)
+    offered: list[Any] = [
+        {"type": "function", "function": {"name": "give_up", "description": "Stop.", "parameters": schema}}
+    ]
+    engine = Recorded([written(call_text("give_up", text="x")), written(call_text("give_up", reason="x"))])
+    messages: list[Any] = [{"role": "user", "content": "go"}]
+    async with client(engine, store, contract=msgspec.structs.replace(CONTRACT, tools=(stop,))) as api:
+        answer = await api.chat.completions.create(model=MODEL, messages=messages, tools=offered)
+        assert served(store) == []
+        message = answer.choices[0].message.model_dump()
+        messages += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "error"}]
+        await api.chat.completions.create(model=MODEL, messages=messages, tools=offered)
+        (trajectory,) = served(store)
+    assert trajectory.outcome.end is End.GAVE_UP and len(trajectory.nodes) == 4
 
 
 # ---------------------------------------------------------------- what is refused

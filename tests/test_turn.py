@@ -53,6 +53,7 @@ tasks = 16
 samples = 2
 steps = 1
 step_rows = 16
+rl_steps = 2
 [eval]
 episodes = 24
 [serve]
@@ -99,7 +100,7 @@ def held_out(folder: Path) -> dict[str, float]:
 def test_a_turn_learns(turned: Path) -> None:
     """F94: one command, a real loop, and a number that goes up."""
     right = held_out(turned)
-    assert list(right) == ["base", "sft", "shape", "rl", "distill"]
+    assert list(right) == ["base", "sft", "shape", "rl", "distill", "distill-rl"]
     assert right["base"] == 0
     assert right["sft"] >= 0.15
     rewards = told(turned, "rl", "reward")
@@ -111,7 +112,7 @@ def test_a_turn_leaves_a_report(turned: Path) -> None:
     run = turned / "runs" / "turn-1"
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     stages = [row["name"] for row in metrics(turned) if row["stage"] == "stage" and row["name"] != "eval"]
-    assert stages[:8] == ["check", "collect", "ingest", "curate", "sft", "shape", "rl", "distill"]
+    assert stages[:9] == ["check", "collect", "ingest", "curate", "sft", "shape", "rl", "distill", "distill-rl"]
     assert stages[-1] == "serve"
 
 
@@ -150,6 +151,19 @@ def test_a_student_imitates_what_its_teacher_solved_on_the_way(turned: Path) -> 
     (start,) = store.checkpoints("distill-start")
     store.close()
     assert solved and [name for name in start.data if name.startswith("rl-")] == solved
+
+
+def test_a_student_practises_by_what_is_known_of_the_tasks(turned: Path) -> None:
+    """Its RL is a stage of its own, by the settings of both sections, and its teacher's groups say what is hard."""
+    store = Store(turned / "treadle.db")
+    (student,), (practised,) = store.checkpoints("distill"), store.checkpoints("distill-rl")
+    played = [t for t in store.trajectories(source=Source.ROLLOUT) if t.id.startswith(f"{practised.id}-")]
+    store.close()
+    assert practised.parent == student.id and practised.config.keys() >= {"distill", "rl"}
+    assert {t.policy.split("+")[0] for t in played} == {student.id}
+    assert len({t.group for t in played}) >= 2 * practised.config["rl"]["tasks"]
+    assert len(told(turned, "distill-rl", "reward")) == 2
+    assert practised.updates > student.updates
 
 
 def test_rl_goes_on_past_steps_without_signal_and_fails_if_all_are(turned: Path, tmp_path: Path) -> None:

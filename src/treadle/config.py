@@ -78,8 +78,9 @@ class Distill(Section, frozen=True):
     epochs: int = 2
     rows: int = 4
     learning_rate: float = 7e-4
-    steps: int = 4  # on-policy steps
+    steps: int = 3  # on-policy steps in which its teacher corrects the student
     step_rows: int = 64  # student runs a step
+    rl_steps: int = 4  # RL steps of the student's own after that, by the settings of [rl]; 0: none
 
 
 class Release(Section, frozen=True):
@@ -227,6 +228,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "distill.rows": (1, MANY),
     "distill.learning_rate": (1e-12, 0.1),
     "distill.steps": (0, MANY),
+    "distill.rl_steps": (0, MANY),
     "distill.step_rows": (1, MANY),
     "release.margin": (0, 1),
     "release.cost_margin": (0, 100),

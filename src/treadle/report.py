@@ -144,7 +144,7 @@ def _duration(seconds: float | None) -> str:
 
 
 def gather(metrics_paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """What each run measured, as plain values: what ran, its table, its RL steps, its verdicts, seconds a stage.
+    """What each run measured, as plain values: what ran, its table, RL steps, verdicts, seconds a stage.
 
     Seconds are those of the processes that finished a stage; what a killed one had spent on it is not known.
     """
@@ -172,7 +172,7 @@ def _measured(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "revisions": list(dict.fromkeys(entry["revision"] for entry in opened)),
         "config": opened[-1]["config"],
         "stages": to_builtins(rows(metrics)),
-        "rl": _rl_steps(metrics),
+        **_rl_steps(metrics),
         "releases": [_without(entry, "stage", "time", "name") for entry in verdicts.values()],
         "seconds": seconds,
     }
@@ -182,11 +182,15 @@ def _without(entry: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name not in names}
 
 
-def _rl_steps(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the run that was told of last: a folder holds more than one where settings were changed."""
-    told = [entry for entry in metrics if entry.get("stage") == "rl" and "step" in entry]
-    steps = {entry["step"]: entry for entry in told if entry.get("checkpoint") == told[-1].get("checkpoint")}
-    return [_without(steps[step], "stage", "time") for step in sorted(steps)]
+def _rl_steps(metrics: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """By stage: RL, and the student's. Those that were told of last: there are more where settings were changed."""
+    found = {}
+    for stage in ("rl", "distill-rl"):
+        told = [entry for entry in metrics if entry.get("stage") == stage and "step" in entry]
+        steps = {entry["step"]: entry for entry in told if entry.get("checkpoint") == told[-1].get("checkpoint")}
+        if steps:
+            found[stage] = [_without(steps[step], "stage", "time") for step in sorted(steps)]
+    return found
 
 
 # ---------------------------------------------------------------- the figure
@@ -212,8 +216,12 @@ def curves(metrics_paths: Sequence[Path], out_png: Path) -> None:
         _success(axes[0][0], tables)
         _conduct(axes[0][1], tables)
     if trained:
-        _line(axes[-1][0], trained, {"reward": ("mean reward of the batch", GREEN)}, "RL: reward", share=False)
-        faults = {"invalid_calls": ("invalid calls", ORANGE), "repeats": ("repeats after a failure", PINK)}
+        reward = {("rl", "reward"): ("mean of the batch", GREEN), ("distill-rl", "reward"): ("the student's", BLUE)}
+        _line(axes[-1][0], trained, reward, "RL: reward", share=False)
+        faults = {
+            ("rl", "invalid_calls"): ("invalid calls", ORANGE),
+            ("rl", "repeats"): ("repeats after a failure", PINK),
+        }
         _line(axes[-1][1], trained, faults, "RL: faults in the batch", share=True)
     figure.savefig(out_png)
 
@@ -262,16 +270,16 @@ def _conduct(axes: Axes, tables: Sequence[Sequence[StageRow]]) -> None:
 
 def _line(
     axes: Axes,
-    runs: Sequence[Sequence[dict[str, Any]]],
-    drawn: dict[str, tuple[str, str]],
+    runs: Sequence[dict[str, list[dict[str, Any]]]],
+    drawn: dict[tuple[str, str], tuple[str, str]],
     title: str,
     share: bool,
 ) -> None:
     scale = 100 if share else 1
-    for run, steps in enumerate(runs):
-        for key, (label, color) in drawn.items():
+    for (stage, key), (label, color) in drawn.items():
+        for n, steps in enumerate(run[stage] for run in runs if stage in run):
             points = [(entry["step"] + 1, scale * entry[key]) for entry in steps if entry.get(key) is not None]
-            axes.plot(*_unzipped(points), "o-", color=color, label=None if run else label, markersize=4)
+            axes.plot(*_unzipped(points), "o-", color=color, label=None if n else label, markersize=4)
     _frame(axes, title, "%" if share else "")
     axes.set_ylim(bottom=0, top=None if share else 1.05)
     axes.set_xlabel("step")

@@ -31,6 +31,7 @@ from treadle.types import (
     Source,
     StopReason,
     Task,
+    Tool,
     ToolCall,
     Trajectory,
     to_json,
@@ -233,7 +234,7 @@ class Loop:
     async def _call(self, trajectory: Trajectory, session: Session, call: ToolCall) -> End | None:
         """Run one call and add its result; returns how the episode ended, if it did."""
         started = time.monotonic()
-        result = refuse(self.contract, call)
+        result = refuse(self.contract.tools, call)
         if result is None:
             try:
                 async with asyncio.timeout(HUNG_SECONDS):
@@ -282,13 +283,13 @@ def act_of(contract: Contract, text: str) -> End:
     return max(matching, key=lambda act: len(act.marker)).end if matching else End.ANSWERED
 
 
-def refuse(contract: Contract, call: ToolCall) -> ToolResult | None:
+def refuse(tools: Sequence[Tool], call: ToolCall) -> ToolResult | None:
     """The error the policy reads when a call can't run: broken text, unknown tool, arguments against the schema."""
     if call.arguments is None:
         return ToolResult(content=f"error: broken call: {call.error}", failure="broken_call")
-    tool = next((tool for tool in contract.tools if tool.name == call.name), None)
+    tool = next((tool for tool in tools if tool.name == call.name), None)
     if tool is None:
-        message = unknown("tool", call.name, [tool.name for tool in contract.tools])
+        message = unknown("tool", call.name, [tool.name for tool in tools])
         return ToolResult(content=f"error: {message}", failure="unknown_tool")
     error = next(iter(_validator(to_json(tool.parameters)).iter_errors(call.arguments)), None)
     if error is None:

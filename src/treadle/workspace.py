@@ -116,6 +116,14 @@ class Workspace:
         """With the whole path. Stored is the one below the workspace, which may be moved and copied."""
         return checkpoint and msgspec.structs.replace(checkpoint, path=str(self.path / checkpoint.path))
 
+    def lineage(self, checkpoint: Checkpoint) -> list[str]:
+        """Ids of the checkpoints on the way to this one, each made from the one before: the base's first."""
+        found, at = [checkpoint.id], checkpoint.parent
+        while at is not None:
+            found.insert(0, at)
+            at = parent.parent if (parent := self.store.checkpoint(at)) else None
+        return found
+
     def holds(self, checkpoint: Checkpoint) -> None:
         """Say that the engine's weights were replaced in place and now are this checkpoint's."""
         self._holds = checkpoint.id
@@ -154,11 +162,12 @@ class Workspace:
     def stage_config(self, stage: str) -> dict[str, Any]:
         """The seed, the stage's own section, how episodes are sampled, and what a row may hold.
 
-        A part of a stage ("distill-start") has the section of the whole.
+        A part of a stage ("distill-start") has the section of the whole; one named after two ("distill-rl") has both.
         """
-        section, config = stage.partition("-")[0], self.config
+        config = self.config
+        sections = to_builtins(config)
         model = {"dtype": config.model.dtype, "context": config.model.context}
-        own = {section: to_builtins(config).get(section)}
+        own = {part: sections.get(part) for part in stage.split("-")}
         return {"seed": config.seed, "pack_tokens": config.pack_tokens, "model": model, **own}
 
     # ------------------------------------------------------------ tasks and rollouts

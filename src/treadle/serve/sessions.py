@@ -21,7 +21,7 @@ from treadle.engine.base import Engine, Sample
 from treadle.errors import UserError
 from treadle.pool.scrub import Scrubber
 from treadle.render.base import Renderer, contract_fingerprint
-from treadle.rollout import CLEAN_STOPS, act_of, append, append_reply
+from treadle.rollout import CLEAN_STOPS, act_of, append, append_reply, refuse
 from treadle.serve.wire import Reply, Request, RequestError, as_sent, echoes
 from treadle.store import Store
 from treadle.types import (
@@ -269,7 +269,7 @@ class Sessions:
         if any(call.arguments is None for call in message.tool_calls):
             return End.INTERRUPTED  # broken: the client has text, and nothing to run
         tools = {tool.name: tool for tool in served.tools}
-        called = [tools[call.name] for call in message.tool_calls if call.name in tools]
+        called = [tools[call.name] for call in message.tool_calls if refuse(served.tools, call) is None]
         return next((tool.end or End.ANSWERED for tool in called if tool.effect is Effect.END), None)
 
     async def _try_to_store(self, served: Served, end: End) -> None:

@@ -30,12 +30,21 @@ Group = list[Trajectory]
 
 async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     """Resumes after the last finished step. Says which steps had nothing to learn from; DataError when all had."""
+    return await _practise(ws, parent, run, "rl", ws.config.rl.steps)
+
+
+async def student_rl(ws: Workspace, student: Checkpoint, run: Run) -> Checkpoint:
+    """The same for a student, on what is still hard for it; raises nothing where it has nothing left to learn."""
+    return await _practise(ws, student, run, "distill-rl", ws.config.distill.rl_steps)
+
+
+async def _practise(ws: Workspace, parent: Checkpoint, run: Run, stage: str, count: int) -> Checkpoint:
     settings = ws.config.rl
     tasks = ws.training_tasks()
     data = [fingerprint([task.id for task in tasks])]
-    name = ws.checkpoint_id("rl", parent, data)
+    name = ws.checkpoint_id(stage, parent, data)
     steps = Steps(ws.path / "checkpoints", f"{name}-")
-    if (made := ws.made("rl", parent, data)) is not None:
+    if (made := ws.made(stage, parent, data)) is not None:
         steps.forget()
         return made
     learner = ws.learner(parent, settings.trained_layers)
@@ -44,30 +53,30 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     _recall(ws, curriculum, parent, [_step(name, step) for step in range(done)])
     engine = await ws.engine(parent)
     loss = policy_loss(clip_low=settings.clip_low, clip_high=settings.clip_high, tis=settings.truncate)
-    for step in range(done, settings.steps):
+    for step in range(done, count):
         await engine.load_weights(learner.state(), parent.updates + learner.updates)
-        groups = await _sample(ws, engine, parent, name, curriculum, step)
+        groups = await _sample(ws, engine, parent, name, curriculum, step, f"{stage} {step + 1}/{count}")
         ws.store.admit_training(t for group in groups for t in group)
         examples, facts = credit(groups, settings.signal_weight)
         if not examples:
             ws.console.print(
-                f"rl: no group of step {step + 1} tells its rollouts apart (mean reward {facts['reward']}, "
+                f"{stage}: no group of step {step + 1} tells its rollouts apart (mean reward {facts['reward']}, "
                 f"{facts['ungraded']:.0f} rollouts ungraded): nothing is learnt from it"
             )
-            run.log("rl", checkpoint=name, step=step, **facts)
+            run.log(stage, checkpoint=name, step=step, **facts)
             continue
         metrics = _improve(ws, learner, examples, loss)
         # Told before it is saved: a kill in between tells the step twice, and never loses it.
-        run.log("rl", checkpoint=name, step=step, **facts, **metrics)
+        run.log(stage, checkpoint=name, step=step, **facts, **metrics)
         told = {name: facts[name] for name in ("reward", "invalid_calls", "repeats") if facts[name] is not None}
-        ws.console.print(f"rl {step + 1}: " + ", ".join(f"{name} {value:.2f}" for name, value in told.items()))
+        ws.console.print(f"{stage} {step + 1}: " + ", ".join(f"{name} {value:.2f}" for name, value in told.items()))
         steps.save(learner, step + 1)
-    if learner.updates == 0:
+    if learner.updates == 0 and stage == "rl":
         raise DataError(
-            f"rl: no group of {settings.steps} steps told its rollouts apart, so nothing was learnt: raise rl.group "
+            f"rl: no group of {count} steps told its rollouts apart, so nothing was learnt: raise rl.group "
             "or rl.refills, train longer before RL, or give harder tasks where all were solved"
         )
-    checkpoint = ws.save(learner, "rl", parent, data)
+    checkpoint = ws.save(learner, stage, parent, data)
     await engine.load_weights(learner.state(), checkpoint.updates)
     ws.holds(checkpoint)
     steps.forget()
@@ -102,18 +111,18 @@ def _improve(ws: Workspace, learner: Learner, examples: list[Example], loss: Los
 
 
 async def _sample(
-    ws: Workspace, engine: Engine, parent: Checkpoint, name: str, curriculum: Curriculum, step: int
+    ws: Workspace, engine: Engine, parent: Checkpoint, name: str, curriculum: Curriculum, step: int, title: str
 ) -> list[Group]:
     """A group for each chosen task; groups without spread are made up for by others, within the bound."""
     settings = ws.config.rl
     rng = np.random.default_rng([ws.config.seed, step])
     chosen = curriculum.choose(settings.tasks, rng, boundary=settings.boundary)
-    groups = await _play(ws, engine, parent, name, chosen, step, f"rl {step + 1}/{settings.steps}")
+    groups = await _play(ws, engine, parent, name, chosen, step, title)
     flat = sum(not has_spread([t.outcome.reward for t in group]) for group in groups)
     if min(flat, settings.refills) > 0:
         taken = frozenset(task.id for task in chosen)
         more = curriculum.choose(min(flat, settings.refills), rng, exclude=taken)
-        groups += await _play(ws, engine, parent, name, more, step, f"rl {step + 1} refill")
+        groups += await _play(ws, engine, parent, name, more, step, f"{title} refill")
     for group in groups:
         curriculum.observe(group[0].task_id or "", [t.outcome.reward for t in group])
     return groups
@@ -143,12 +152,13 @@ def _step(name: str, step: int) -> str:
 
 
 def _recall(ws: Workspace, curriculum: Curriculum, parent: Checkpoint, done: Sequence[str]) -> None:
-    """What is already known of the tasks: the groups that shaping probed, and those of the finished steps.
+    """What is already known of the tasks: the groups that shaping probed and RL practised on the way to the parent,
+    oldest first, and those of the finished steps.
 
     Groups of a step that was broken off are left out: a resumed step must choose the tasks it had chosen.
     """
-    probed = [ws.probes(checkpoint) for checkpoint in (parent.parent, parent.id) if checkpoint]
-    for prefix in (*probed, *done):
+    known = [prefix for each in ws.lineage(parent) for prefix in (ws.probes(each), f"{each}-")]
+    for prefix in (*known, *done):
         groups: dict[tuple[str, str], list[float | None]] = {}
         for group, task_id, reward in ws.store.group_outcomes(prefix):
             groups.setdefault((group, task_id), []).append(reward)

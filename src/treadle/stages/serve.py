@@ -116,7 +116,7 @@ async def _converse(
 async def _call(ws: Workspace, session: Session, wire: dict[str, Any]) -> ToolResult:
     function = wire["function"]
     call = ToolCall(id=wire["id"], name=function["name"], arguments=json.loads(function["arguments"]))
-    return refuse(ws.contract, call) or await session.call(call)
+    return refuse(ws.contract.tools, call) or await session.call(call)
 
 
 async def _judge(ws: Workspace, talk: Conversation, session: Session) -> float | None:

@@ -25,7 +25,7 @@ from treadle.stages.collect import collect
 from treadle.stages.distill import distill
 from treadle.stages.eval import evaluate
 from treadle.stages.release import Verdict, release
-from treadle.stages.rl import rl
+from treadle.stages.rl import rl, student_rl
 from treadle.stages.serve import serve_tasks
 from treadle.stages.sft import sft
 from treadle.stages.shape import shape
@@ -55,6 +55,9 @@ async def turn(ws: Workspace) -> Run:
     await t.evaluate(teacher)
     student = await t.train("distill", distill, teacher)
     await t.evaluate(student)
+    if ws.config.distill.rl_steps:
+        student = await t.train("distill-rl", student_rl, student)
+        await t.evaluate(student)
 
     await t.release(start, teacher, "the gate's own test")  # what went in should be refused
     released = start
