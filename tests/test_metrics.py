@@ -131,7 +131,7 @@ def test_behaviour_is_summed_over_episodes() -> None:
     stuck = episode(FAILS, edit(FIX_A), FAILS, edit(FIX_A), ("replace", None, "error", "broken_call"), reward=0.0)
     found = summarise([(task(), recovered), (task(), stuck), (task(), episode(SUBMIT))])
     assert (found.recovery.hits, found.recovery.n) == (1, 2)
-    assert (found.repeats.hits, found.repeats.n) == (1, 5)
+    assert (found.repeats.hits, found.repeats.n) == (1, 7)
     assert (found.invalid_calls.hits, found.invalid_calls.n) == (1, 12)
     assert found.valid_json.hits == 11
     assert found.tokens_per_solved == (60 + 50 + 10) / 2

@@ -52,7 +52,7 @@ def named(trajectory: Trajectory) -> list[tuple[str, int | None]]:
 
 def test_a_sound_episode_has_no_signal() -> None:
     assert named(episode(FAILS, edit(FIX_A), PASSES, SUBMIT)) == []
-    assert named(episode(FAILS, ("read", {"path": "a.py"}, "1: x", None), FAILS, edit(FIX_A), PASSES, SUBMIT)) == []
+    assert named(episode(FAILS, ("read", {"path": "a.py"}, "1: x", None), edit(FIX_A), PASSES, SUBMIT)) == []
 
 
 def test_invalid_calls() -> None:
@@ -69,6 +69,16 @@ def test_an_edit_is_repeated_only_after_tests_failed_on_it() -> None:
     assert named(episode(FAILS, edit(FIX_A), FAILS, edit(FIX_A))) == [("repeated_call", 7)]
     assert named(episode(FAILS, edit(FIX_A), ("undo", {}, "undone", None), edit(FIX_A), PASSES)) == []
     assert named(episode(FAILS, edit(FIX_A), FAILS, edit(FIX_B), FAILS, edit(FIX_A))) == [("repeated_call", 11)]
+
+
+def test_tests_that_failed_fail_again_while_nothing_changes() -> None:
+    """Else a policy that is punished for trying an edit again runs the tests until its turns are up."""
+    look: Step = ("read", {"path": "a.py"}, "1: x", None)
+    assert named(episode(edit(FIX_A), FAILS, FAILS, look, FAILS)) == [("repeated_call", 5), ("repeated_call", 9)]
+    found = behaviour(episode(edit(FIX_A), FAILS, FAILS, FAILS))
+    assert (found.calls_after_failure, found.repeats_after_failure) == (2, 2)
+    undo: Step = ("undo", {}, "undone", None)
+    assert named(episode(FAILS, edit(FIX_A), FAILS, undo, FAILS, edit(FIX_B), PASSES)) == []
 
 
 def test_what_the_state_has_changed_since_is_no_repeat() -> None:
@@ -138,14 +148,14 @@ def test_counts() -> None:
     found = behaviour(episode(FAILS, broken, edit(FIX_A), FAILS, edit(FIX_A), edit(FIX_B), PASSES, SUBMIT))
     assert (found.calls, found.valid_json_calls, found.invalid_calls) == (8, 7, 1)
     assert (found.test_runs, found.failed_test_runs) == (3, 2)
-    assert (found.edits, found.calls_after_failure, found.repeats_after_failure) == (4, 5, 1)
+    assert (found.edits, found.calls_after_failure, found.repeats_after_failure) == (4, 6, 1)
     assert found.sampled_tokens == 80
 
 
 def test_the_first_run_shows_the_bug_and_is_no_failed_try() -> None:
     """Every episode begins with failing tests; to recover there must have been a try."""
     assert behaviour(episode(FAILS, edit(FIX_A), PASSES, SUBMIT)).recovered_after_failed_run is None
-    assert behaviour(episode(FAILS, edit(FIX_A), PASSES, SUBMIT)).calls_after_failure == 0
+    assert behaviour(episode(FAILS, edit(FIX_A), PASSES, SUBMIT)).calls_after_failure == 1, "the edit"
     tried = (FAILS, edit(FIX_A), FAILS, edit(FIX_B), PASSES, SUBMIT)
     assert behaviour(episode(*tried)).recovered_after_failed_run is True
     assert behaviour(episode(*tried, reward=0.0)).recovered_after_failed_run is False, "the hidden tests disagree"

@@ -30,7 +30,7 @@ from treadle.env.repair.boundary import contradiction
 from treadle.env.repair.mutate import MAKERS, functions, misspelt, undoing
 from treadle.env.repair.packages import PackageSource, package_sources
 from treadle.env.repair.session import SHOWN, RepairSession, scene_of
-from treadle.env.repair.survey import shown_name, survey
+from treadle.env.repair.survey import lines_above, shown_name, survey
 from treadle.errors import DataError, SandboxDead
 from treadle.sandbox.bwrap import BwrapSandbox
 from treadle.types import End, Message, Split, Task, TaskKind, ToolCall, fingerprint
@@ -209,6 +209,32 @@ async def test_a_module_goes_by_the_name_that_the_task_gives_it(environment: Rep
     fixed = await call(session, "replace", path="walk.py", line=7, old="numbrs", new="numbers")
     assert fixed == ToolResult("line 7 is now: for number in numbers:")
     assert (await call(session, "run_tests")).content == "1 passed"
+
+
+async def test_a_module_stands_where_the_task_puts_it(environment: RepairEnvironment) -> None:
+    plain = broken()
+    task = msgspec.structs.replace(plain, public={**plain.public, "above": 4000})
+    session = await environment.start(task)
+    assert (await call(session, "run_tests")).content.startswith('File "core.py", line 4007, in total')
+    assert (await call(session, "search", text="numbrs")).content == "core.py:4007: for number in numbrs:"
+    assert (await call(session, "read", path="core.py", start=4007)).content.startswith(
+        "4007:     for number in numbrs:"
+    )
+    fixed = await call(session, "replace", path="core.py", line=4007, old="numbrs", new="numbers")
+    assert fixed == ToolResult("line 4007 is now: for number in numbers:")
+    assert (await call(session, "run_tests")).content == "1 passed"
+    assert (await call(session, "undo")).content == "undone" and await session.state() == fingerprint({})
+
+
+async def test_training_tasks_move_a_module_down_and_others_do_not(pool: Pool, bench: TestBench) -> None:
+    moved = {scene_of(task).above for task in pool.tasks}
+    assert 0 in moved and len(moved) > 2
+    for task in pool.tasks:
+        if task.labels["level"] == "L1":
+            assert f", line {task.private['line']}, in " in task.messages[-1].content
+            assert task.private["line"] > scene_of(task).above
+    apart = PackageSource(msgspec.structs.replace(TINY, held_out=True), bench.sources["tiny"].root)
+    assert all(lines_above(apart, target) == 0 for target in await survey(bench, "tiny"))
 
 
 async def test_training_tasks_name_a_module_like_a_function_and_others_by_its_own_name(

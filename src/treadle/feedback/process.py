@@ -66,7 +66,7 @@ class _History:
     def __init__(self) -> None:
         self.edits: dict[bytes, int] = {}  # edits in place, in order -> the node that made each
         self.failed: dict[bytes, str] = {}  # edits with which tests failed -> where
-        self.refused: dict[bytes, str] = {}  # calls turned down since the state last changed -> how
+        self.refused: dict[bytes, str] = {}  # calls turned down, and failed test runs, since the last change -> how
         self.failed_try = False  # tests have failed after an edit
 
     @property
@@ -87,8 +87,9 @@ class _History:
             self.refused.clear()
             if self.edits:
                 self.edits.popitem()
-        if result is not None and test_run_failed(result) and self.edits:
-            self.failed_try = True
+        if result is not None and test_run_failed(result):
+            self.refused.setdefault(key, f"failed at node {result.id}, and nothing was changed since")
+            self.failed_try |= bool(self.edits)
             for edit, node in self.edits.items():
                 self.failed.setdefault(edit, f"tried at node {node}, tests failed at node {result.id}")
 
@@ -145,7 +146,7 @@ class Behaviour(msgspec.Struct, kw_only=True):
     test_runs: int = 0
     failed_test_runs: int = 0
     edits: int = 0
-    calls_after_failure: int = 0  # made when something is known to have failed: a call, or an edit by its tests
+    calls_after_failure: int = 0  # made when something is known to have failed: a call, or tests
     repeats_after_failure: int = 0  # of these, those that try it again
     recovered_after_failed_run: bool | None = None  # None: there was no failed try
     sampled_tokens: int = 0

@@ -12,7 +12,7 @@ from treadle.env.repair.bench import Job, TestBench, Verdict
 from treadle.env.repair.contract import opening
 from treadle.env.repair.packages import PackageSource
 from treadle.env.repair.session import Scene, request, starting_files
-from treadle.env.repair.survey import Target, shown_name, split_of
+from treadle.env.repair.survey import Target, lines_above, shown_name, split_of
 from treadle.types import Task, TaskKind, fingerprint
 
 KINDS = (TaskKind.UNSOLVABLE, TaskKind.UNDERSPECIFIED, TaskKind.DANGEROUS)
@@ -60,7 +60,7 @@ async def boundary_tasks(
 
 def _scene(source: PackageSource, target: Target, kind: TaskKind, rng: random.Random) -> tuple[Scene, str]:
     test_file, _, test = target.tests[0].partition("::")
-    shown = shown_name(source, target)
+    shown, above = shown_name(source, target), lines_above(source, target)
     words = {
         "function": target.function.name,
         "file": shown or source.short[target.path],
@@ -82,8 +82,9 @@ def _scene(source: PackageSource, target: Target, kind: TaskKind, rng: random.Ra
         version=source.package.version,
         path=target.path,
         function=target.function.name,
-        lines=(target.function.start, target.function.end),
+        lines=(above + target.function.start, above + target.function.end),
         shown=shown,
+        above=above,
         tests=named,
         added_tests=added,
         other_files=other,

@@ -48,6 +48,7 @@ class Scene(Record, frozen=True):
     function: str
     lines: tuple[int, int]  # the function's body
     shown: str = ""  # the name that the module goes by in this task; "": its own
+    above: int = 0  # empty lines that stand above the module in this task; `lines` counts them, `edits` doesn't
     tests: tuple[str, ...] = ()  # the failing tests it names
     edits: tuple[tuple[str, int, str], ...] = ()  # (path, line, text): what breaks the package
     added_tests: Mapping[str, str] = msgspec.field(default_factory=dict)  # text at the end of a test file
@@ -332,7 +333,10 @@ def request(source: PackageSource, scene: Scene, verdicts: Mapping[str, Verdict]
 def starting_files(source: PackageSource, scene: Scene) -> dict[str, str]:
     """Whole texts of the files that differ from the pristine package when the episode starts."""
     files = dict(changed_files(source, scene.edits))
-    return files | {path: files.get(path, source.text(path)) + text for path, text in scene.added_tests.items()}
+    files |= {path: files.get(path, source.text(path)) + text for path, text in scene.added_tests.items()}
+    if scene.above:
+        files[scene.path] = "\n" * scene.above + files.get(scene.path, source.text(scene.path))
+    return files
 
 
 def _source(bench: TestBench, scene: Scene) -> PackageSource:

@@ -19,8 +19,8 @@ from treadle.env.repair.boundary import boundary_tasks
 from treadle.env.repair.contract import opening
 from treadle.env.repair.mutate import MAKERS, Change, functions, undoing
 from treadle.env.repair.packages import PackageSource
-from treadle.env.repair.session import RIGHT_ACT, RepairEnvironment, Scene, request, scene_of
-from treadle.env.repair.survey import Target, shown_name, split_of, survey
+from treadle.env.repair.session import RIGHT_ACT, RepairEnvironment, Scene, request, scene_of, starting_files
+from treadle.env.repair.survey import Target, lines_above, shown_name, split_of, survey
 from treadle.types import Message, Record, Task, TaskKind, fingerprint, from_json, to_builtins, to_json
 
 MAKING = ("bench", "boundary", "contract", "mutate", "packages", "runner", "session", "survey", "tasks")
@@ -166,7 +166,7 @@ async def _try(bench: TestBench, candidates: Sequence[_Candidate], seed: int, re
             task = _task(bench, candidate, telling, seed)
             tests = [*task.public["tests"], *task.private["hidden"]]
             fitting.append(task)
-            proofs.append(Job(files=candidate.files(source), tests=tests, repeat=3))
+            proofs.append(Job(files=starting_files(source, scene_of(task)), tests=tests, repeat=3))
     made = []
     for task, job, runs in zip(fitting, proofs, await bench.batch(package, proofs) if proofs else [], strict=True):
         if bench.proved(package, job, runs):
@@ -195,14 +195,15 @@ def _task(bench: TestBench, candidate: _Candidate, failing: Sequence[str], seed:
     name = f"{target.key} {candidate.level} {change.line} {candidate.line}"
     rng = random.Random(f"{seed} {name}")
     named = tuple(failing[: 2 if rng.random() < TWO_TESTS else 1])
-    function, package = target.function, source.package
+    function, package, above = target.function, source.package, lines_above(source, target)
     scene = Scene(
         package=package.name,
         version=package.version,
         path=target.path,
         function=function.name,
-        lines=(function.start, function.end),
+        lines=(above + function.start, above + function.end),
         shown=shown_name(source, target),
+        above=above,
         tests=named,
         edits=((target.path, change.line, candidate.line),),
     )
@@ -216,7 +217,7 @@ def _task(bench: TestBench, candidate: _Candidate, failing: Sequence[str], seed:
         public=scene.public(),
         private={
             "path": scene.names(source)[target.path],
-            "line": change.line,
+            "line": above + change.line,
             "old": old,
             "new": new,
             "answer": right.strip(),
