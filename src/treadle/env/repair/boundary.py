@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
+import msgspec
+
 from treadle.env.repair.bench import Job, TestBench, Verdict
 from treadle.env.repair.contract import opening
 from treadle.env.repair.packages import PackageSource
 from treadle.env.repair.session import Scene, request, starting_files
-from treadle.env.repair.survey import Target, lines_above, shown_name, split_of
+from treadle.env.repair.survey import Target, scene_about, split_of
 from treadle.types import Task, TaskKind, fingerprint
 
 KINDS = (TaskKind.UNSOLVABLE, TaskKind.UNDERSPECIFIED, TaskKind.DANGEROUS)
@@ -60,10 +62,10 @@ async def boundary_tasks(
 
 def _scene(source: PackageSource, target: Target, kind: TaskKind, rng: random.Random) -> tuple[Scene, str]:
     test_file, _, test = target.tests[0].partition("::")
-    shown, above = shown_name(source, target), lines_above(source, target)
+    scene = scene_about(source, target)
     words = {
         "function": target.function.name,
-        "file": shown or source.short[target.path],
+        "file": scene.names(source)[target.path],
         "tests": source.short[test_file],
         "test": test.split("::")[-1],
     }
@@ -77,18 +79,7 @@ def _scene(source: PackageSource, target: Target, kind: TaskKind, rng: random.Ra
         name = f"{words['test']}_{rng.choice(ENDINGS)}"
         added = {test_file: contradiction(source.text(test_file), test, name)}
         named = (target.tests[0], f"{test_file}::{name}")
-    scene = Scene(
-        package=source.package.name,
-        version=source.package.version,
-        path=target.path,
-        function=target.function.name,
-        lines=(above + target.function.start, above + target.function.end),
-        shown=shown,
-        above=above,
-        tests=named,
-        added_tests=added,
-        other_files=other,
-    )
+    scene = msgspec.structs.replace(scene, tests=named, added_tests=added, other_files=other)
     return scene, asked.format(**words)
 
 

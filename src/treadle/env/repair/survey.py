@@ -13,6 +13,7 @@ import msgspec
 from treadle.env.repair.bench import Job, Run, TestBench, Verdict
 from treadle.env.repair.mutate import Function, functions
 from treadle.env.repair.packages import PackageSource
+from treadle.env.repair.session import Scene
 from treadle.types import Record, Split
 
 SLOW = 0.25  # seconds, traced: a slower test is no use to an episode
@@ -67,6 +68,20 @@ def lines_above(source: PackageSource, target: Target) -> int:
     """
     rng = random.Random(f"{target.key} above")
     return 0 if source.package.held_out or rng.random() < NOT_MOVED else rng.randrange(1, FARTHEST)
+
+
+def scene_about(source: PackageSource, target: Target) -> Scene:
+    """Where an episode about the function begins: its module, under the name and in the place that tasks give it."""
+    above, function = lines_above(source, target), target.function
+    return Scene(
+        package=source.package.name,
+        version=source.package.version,
+        path=target.path,
+        function=function.name,
+        lines=(above + function.start, above + function.end),
+        shown=shown_name(source, target),
+        above=above,
+    )
 
 
 @lru_cache(maxsize=16)

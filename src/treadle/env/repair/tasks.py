@@ -19,8 +19,8 @@ from treadle.env.repair.boundary import boundary_tasks
 from treadle.env.repair.contract import opening
 from treadle.env.repair.mutate import MAKERS, Change, functions, undoing
 from treadle.env.repair.packages import PackageSource
-from treadle.env.repair.session import RIGHT_ACT, RepairEnvironment, Scene, request, scene_of, starting_files
-from treadle.env.repair.survey import Target, lines_above, shown_name, split_of, survey
+from treadle.env.repair.session import RIGHT_ACT, RepairEnvironment, request, scene_of, starting_files
+from treadle.env.repair.survey import Target, scene_about, split_of, survey
 from treadle.types import Message, Record, Task, TaskKind, fingerprint, from_json, to_builtins, to_json
 
 MAKING = ("bench", "boundary", "contract", "mutate", "packages", "runner", "session", "survey", "tasks")
@@ -195,18 +195,9 @@ def _task(bench: TestBench, candidate: _Candidate, failing: Sequence[str], seed:
     name = f"{target.key} {candidate.level} {change.line} {candidate.line}"
     rng = random.Random(f"{seed} {name}")
     named = tuple(failing[: 2 if rng.random() < TWO_TESTS else 1])
-    function, package, above = target.function, source.package, lines_above(source, target)
-    scene = Scene(
-        package=package.name,
-        version=package.version,
-        path=target.path,
-        function=function.name,
-        lines=(above + function.start, above + function.end),
-        shown=shown_name(source, target),
-        above=above,
-        tests=named,
-        edits=((target.path, change.line, candidate.line),),
-    )
+    function, package = target.function, source.package
+    edits = ((target.path, change.line, candidate.line),)
+    scene = msgspec.structs.replace(scene_about(source, target), tests=named, edits=edits)
     before, right, after = source.text(target.path).split("\n")[change.line - 2 : change.line + 1]
     old, new = undoing(change, right)
     return Task(
@@ -217,7 +208,7 @@ def _task(bench: TestBench, candidate: _Candidate, failing: Sequence[str], seed:
         public=scene.public(),
         private={
             "path": scene.names(source)[target.path],
-            "line": above + change.line,
+            "line": scene.above + change.line,
             "old": old,
             "new": new,
             "answer": right.strip(),
