@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.batch import Example, Pack, branches, divisor, pack
+from treadle.batch import Example, Pack, branches, divisor, pack, unfit
 from treadle.errors import DataError, UserError
 from treadle.types import Message, Node, Source, Trajectory
 
@@ -209,6 +209,8 @@ def test_pairs_without_contrast_are_dropped_with_a_count() -> None:
         "pair too long": 2,
     }
     assert report.rows == report.kept + sum(report.dropped.values())
+    alone = [unfit(*rows, limit=12) for rows in (good, same, wide, good[:1])]
+    assert alone == [None, "pair equal after truncation", "pair too long", "pair without partner"]
 
 
 def test_missing_behaviour_log_probs_are_named() -> None:

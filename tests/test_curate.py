@@ -71,7 +71,7 @@ def test_every_kind_of_record_ends_somewhere(store: Store) -> None:
     lost = logged("lost", "a", reward=None, end=End.ERROR)
     lost.outcome = Outcome(end=End.ERROR, failure=Failure(kind=FailureKind.INFRASTRUCTURE, stage="tool"))
     cut, empty = logged("cut", "a"), logged("empty", "a")
-    cut.labels, empty.labels = {"interrupted": "2"}, {"empty_replies": "1"}
+    cut.extra, empty.extra = {"interrupted": 2}, {"empty_replies": 1}
     noisy = logged("noisy", "a", edit(FIX_A, "text_not_found"), edit(FIX_A, "text_not_found"), SUBMIT)
     add(
         store,
@@ -113,7 +113,7 @@ def test_every_kind_of_record_ends_somewhere(store: Store) -> None:
         "noisy": ("drop", "noise"),
     }
     assert sum(report.tasks.values()) == 5 and sum(report.trajectories.values()) == 14
-    assert ("trajectory", "train", "recovery", 1) in report.rows()
+    assert report.reasons["trajectory train recovery"] == 1
     assert {t.id for t in store.training_trajectories()} == {"solved", "recovered", "asked", "stranger"}
     assert {t.id for t in store.training_trajectories("preference")} >= {"failed", "wrong-act"}
 
@@ -175,6 +175,27 @@ def test_a_verdict_given_later_grades_a_served_session(store: Store) -> None:
     curate(store)
     assert fates(store)["served"] == ("quarantine", "ungraded")
     store.add_signals("served", [Signal(name="verifier", layer=Layer.VERIFIER, value=1.0)])
+    curate(store)
+    assert fates(store)["served"] == ("train", "solved")
+
+
+def test_two_verdicts_on_the_same_words_are_no_copies(store: Store) -> None:
+    store.add_task(task("a"))
+    for name, verdict in (("good", 1.0), ("bad", 0.0)):
+        served = logged(name, None, reward=None)
+        served.source, served.labels = Source.SERVED, {"task_id": "a"}
+        add(store, served)
+        store.add_signals(name, [Signal(name="verifier", layer=Layer.VERIFIER, value=verdict)])
+    curate(store)
+    assert fates(store)["good"] == ("train", "solved")
+    assert fates(store)["bad"] == ("preference", "unsolved")
+
+
+def test_what_a_client_calls_its_session_is_no_fault_of_it(store: Store) -> None:
+    store.add_task(task("a"))
+    served = logged("served", "a")
+    served.source, served.labels = Source.SERVED, {"interrupted": "no", "empty_replies": "none"}
+    add(store, served)
     curate(store)
     assert fates(store)["served"] == ("train", "solved")
 

@@ -115,6 +115,14 @@ def test_wrong_path_is_named_with_what_a_folder_needs(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_wrong_path_moves_nothing_that_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.old").mkdir()
+    for wrong in (tmp_path / "mine", Path("/")):
+        with pytest.raises(UserError, match="model folder"):
+            model_config(wrong)
+    assert (tmp_path / "mine.old").is_dir()
+
+
 @pytest.mark.parametrize("text", ["", "{", "{}", "3", '{"model": {}}', "version https://git-lfs"])
 def test_damaged_tokenizer(folder: Path, tmp_path: Path, text: str) -> None:
     copy = copied(folder, tmp_path / "copy")

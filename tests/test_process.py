@@ -89,6 +89,8 @@ def test_what_the_state_has_changed_since_is_no_repeat() -> None:
     assert named(episode(edit(FIX_A), undo, FAILS, edit(FIX_A), PASSES)) == []
     moved = episode(edit(FIX_A, "text_not_found"), edit(FIX_B), edit(FIX_A), PASSES)
     assert named(moved) == [("invalid_call", 1)]
+    twice = episode(edit(FIX_A), edit(FIX_B), edit(FIX_A), undo, FAILS, edit(FIX_A), undo, edit(FIX_B))
+    assert named(twice) == [("repeated_call", 11), ("repeated_call", 15)], "undone was the last edit, not the second"
     again = episode(edit(FIX_A), FAILS, undo, edit(FIX_A), FAILS)
     assert named(again) == [("repeated_call", 7)]
     assert behaviour(again).repeats_after_failure == 1

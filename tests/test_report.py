@@ -17,7 +17,7 @@ from treadle.config import Config, load
 from treadle.errors import DataError
 from treadle.metrics import Summary, rate
 from treadle.report import Run, StageRow, curves, gather, read_metrics, stage_table
-from treadle.types import to_builtins
+from treadle.types import to_builtins, to_json
 
 
 def summary(solved: int, repeats: tuple[int, int] = (8, 16), **other: Any) -> dict[str, Any]:
@@ -143,14 +143,13 @@ def fill(run: Run) -> None:
         run.row(label, summary(solved, repeats))
     for step in range(8):
         run.log("rl", step=step, reward=0.4 + 0.04 * step, invalid_calls=0.2 - 0.02 * step, repeats=0.6 / (step + 1))
-        run.log("distill-rl", step=step, reward=0.3 + 0.05 * step)
     run.log("sft", loss=1.0)
 
 
 def test_figure_is_drawn_from_the_lines_alone(run: Run, tmp_path: Path) -> None:
     fill(run)
     out = tmp_path / "curves.png"
-    curves([run.metrics], out)
+    curves(gather([run.path]), out)
     pixels = np.asarray(Image.open(out).convert("RGB"))
     height, width, _ = pixels.shape
     assert width > 1000 and height > 700
@@ -165,7 +164,7 @@ def test_figure_of_half_a_turn(run: Run, tmp_path: Path, stage: str) -> None:
         run.row("base", summary(0, repeats=(0, 0)))
     else:
         run.log("rl", step=0, reward=0.5)
-    curves([run.metrics], tmp_path / "curves.png")
+    curves(gather([run.path]), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
@@ -177,19 +176,38 @@ def test_runs_of_one_plan_stand_side_by_side(run: Run, tmp_path: Path) -> None:
         each.log("stage", name="eval", seconds=3.0)
         for _ in range(2):  # a kill may have a verdict told twice
             each.log("stage", name="release", seconds=1.0, candidate="c", incumbent="i", released=False, criteria=[])
-    first, second = gather([run.metrics, other.metrics])
+    first, second = gather([run.path, other.path])
     assert (first["config"]["seed"], second["config"]["seed"]) == (0, 1)
     assert [row["stage"] for row in first["stages"]] == ["base", "sft", "rl", "distill"]
     assert [step["step"] for step in second["rl"]] == list(range(8))
-    assert [step["reward"] for step in second["distill-rl"]] == pytest.approx([0.3 + 0.05 * step for step in range(8)])
     assert first["releases"] == [
         {"seconds": 1.0, "candidate": "c", "incumbent": "i", "released": False, "criteria": []}
     ]
     assert first["seconds"] == {"eval": 5.0, "release": 2.0}
     for name, runs in (("one", [run]), ("two", [run, other])):
-        curves([each.metrics for each in runs], tmp_path / f"{name}.png")
+        curves(gather([each.path for each in runs]), tmp_path / f"{name}.png")
     one, two = (np.asarray(Image.open(tmp_path / f"{name}.png").convert("RGB")) for name in ("one", "two"))
     assert one.shape == two.shape and (one != two).any()
+
+
+def test_earlier_results_stand_beside_new_ones(run: Run, tmp_path: Path) -> None:
+    """Seeds may be run on several machines, and one that was run anew takes its own place."""
+    fill(run)
+    results = tmp_path / "results.json"
+    results.write_bytes(to_json(gather([run.path])))
+    other = Run(tmp_path / "other", Config(seed=1))
+    fill(other)
+    run.row("rl", summary(40))
+    both = gather([results, other.path, run.path])
+    assert [each["config"]["seed"] for each in both] == [0, 1]
+    assert both[0]["stages"] == gather([run.path])[0]["stages"] != gather([results])[0]["stages"]
+    assert gather([results, other.path])[0] == gather([results])[0]
+    for text, says in (("[{}]", "another version"), ("{", "another version"), ("[1]", "another version")):
+        results.write_text(text)
+        with pytest.raises(DataError, match=says):
+            gather([results])
+    with pytest.raises(DataError, match="no results at"):
+        gather([tmp_path / "nowhere.json"])
 
 
 def test_a_folder_of_two_runs_shows_the_last(run: Run) -> None:
@@ -197,21 +215,21 @@ def test_a_folder_of_two_runs_shows_the_last(run: Run) -> None:
     for checkpoint, rewards in (("a", [0.1, 0.2, 0.3, 0.4]), ("b", [0.5, 0.6])):
         for step, reward in enumerate(rewards):
             run.log("rl", checkpoint=checkpoint, step=step, reward=reward)
-    (found,) = gather([run.metrics])
+    (found,) = gather([run.path])
     assert [step["reward"] for step in found["rl"]] == [0.5, 0.6]
 
 
 @pytest.mark.parametrize("line", ['{"stage": "eval", "label": "base"}', '{"stage": "stage"}'])
 def test_metrics_of_another_version_are_named(run: Run, line: str) -> None:
     run.metrics.write_bytes(run.metrics.read_bytes() + line.encode() + b"\n")
-    with pytest.raises(DataError, match=r"metrics.jsonl was written by another version"):
-        gather([run.metrics])
+    with pytest.raises(DataError, match=r"turn-1 was written by another version"):
+        gather([run.path])
 
 
 def test_nothing_measured_is_nothing_to_draw(run: Run, tmp_path: Path) -> None:
     run.log("sft", loss=1.0)
     with pytest.raises(DataError, match="nothing to draw"):
-        curves([run.metrics], tmp_path / "curves.png")
+        curves(gather([run.path]), tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
 
 

@@ -15,7 +15,8 @@ from rich.console import Console
 from treadle.env.base import Session
 from treadle.env.check import call_message
 from treadle.env.repair.contract import FORBIDDEN, contract
-from treadle.models import tiny_tokenizer
+from treadle.learner import Learner
+from treadle.models import tiny_llama, tiny_tokenizer
 from treadle.pool.formats.openai_chat import read_row
 from treadle.render.chatml import ChatML
 from treadle.stages.release import Played, judge
@@ -23,7 +24,7 @@ from treadle.stages.rl import credit
 from treadle.stages.serve import Conversation, _judge
 from treadle.stages.shape import pairs_of, parting
 from treadle.store import Store
-from treadle.training import batches, demonstrations, imitation, warmup_decay
+from treadle.training import Steps, batches, demonstrations, imitation, warmup_decay
 from treadle.types import End, Layer, Message, Node, Outcome, Signal, Source, Task, TaskKind, ToolCall, Trajectory
 from treadle.workspace import Workspace
 
@@ -246,6 +247,18 @@ def test_every_item_is_trained_once_an_epoch() -> None:
     rates = [warmup_decay(step, 20, 1.0) for step in range(20)]
     assert max(rates) == 1.0
     assert rates[0] < 1.0 and rates[-1] == pytest.approx(0.15, abs=0.05)
+
+
+def test_steps_go_on_with_the_last_one_past_four_digits(tmp_path: Path) -> None:
+    learner, again = (Learner(tiny_llama(tmp_path / "tiny", 0, 1, 32, 400, 64)) for _ in range(2))
+    steps = Steps(tmp_path, "rl-0-")
+    for number in (9_999, 10_000):
+        steps.save(learner, number)
+    (tmp_path / "rl-0-10001.tmp").mkdir()
+    assert steps.resume(again) == 10_000
+    assert [folder.name for folder in sorted(tmp_path.glob("rl-0-*"))] == ["rl-0-10000", "rl-0-10001.tmp"]
+    steps.forget()
+    assert steps.resume(again) == 0
 
 
 def test_logs_that_call_other_tools_are_left_out_and_counted() -> None:

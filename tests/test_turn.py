@@ -53,7 +53,6 @@ tasks = 16
 samples = 2
 steps = 1
 step_rows = 16
-rl_steps = 2
 [eval]
 episodes = 24
 [serve]
@@ -100,7 +99,7 @@ def held_out(folder: Path) -> dict[str, float]:
 def test_a_turn_learns(turned: Path) -> None:
     """F94: one command, a real loop, and a number that goes up."""
     right = held_out(turned)
-    assert list(right) == ["base", "sft", "shape", "rl", "distill", "distill-rl"]
+    assert list(right) == ["base", "sft", "shape", "rl", "distill"]
     assert right["base"] == 0
     assert right["sft"] >= 0.15
     rewards = told(turned, "rl", "reward")
@@ -112,7 +111,7 @@ def test_a_turn_leaves_a_report(turned: Path) -> None:
     run = turned / "runs" / "turn-1"
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     stages = [row["name"] for row in metrics(turned) if row["stage"] == "stage" and row["name"] != "eval"]
-    assert stages[:9] == ["check", "collect", "ingest", "curate", "sft", "shape", "rl", "distill", "distill-rl"]
+    assert stages[:8] == ["check", "collect", "ingest", "curate", "sft", "shape", "rl", "distill"]
     assert stages[-1] == "serve"
 
 
@@ -151,19 +150,6 @@ def test_a_student_imitates_what_its_teacher_solved_on_the_way(turned: Path) -> 
     (start,) = store.checkpoints("distill-start")
     store.close()
     assert solved and [name for name in start.data if name.startswith("rl-")] == solved
-
-
-def test_a_student_practises_by_what_is_known_of_the_tasks(turned: Path) -> None:
-    """Its RL is a stage of its own, by the settings of both sections, and its teacher's groups say what is hard."""
-    store = Store(turned / "treadle.db")
-    (student,), (practised,) = store.checkpoints("distill"), store.checkpoints("distill-rl")
-    played = [t for t in store.trajectories(source=Source.ROLLOUT) if t.id.startswith(f"{practised.id}-")]
-    store.close()
-    assert practised.parent == student.id and practised.config.keys() >= {"distill", "rl"}
-    assert {t.policy.split("+")[0] for t in played} == {student.id}
-    assert len({t.group for t in played}) >= 2 * practised.config["rl"]["tasks"]
-    assert len(told(turned, "distill-rl", "reward")) == 2
-    assert practised.updates > student.updates
 
 
 def test_rl_goes_on_past_steps_without_signal_and_fails_if_all_are(turned: Path, tmp_path: Path) -> None:
@@ -208,14 +194,15 @@ def test_the_next_turn_takes_in_what_was_served(turned: Path) -> None:
     served = [t.id for t in store.trajectories(source=Source.SERVED)]
     assert len(served) == 3
     assert not {d.record_id for d in store.dispositions("curate")} & set(served)
-    turn(turned, "sft.epochs=2", "rl.steps=1", "distill.epochs=1", "eval.episodes=8")
+    turn(turned, "sft.epochs=2", "rl.steps=1", "distill.layers=4", "eval.episodes=8")
     disposed = {d.record_id for d in store.dispositions("curate")}
     assert set(served) <= disposed
     first, second = (store.done("turn", str(n)) for n in (1, 2))
     store.close()
     assert first is not None and second is not None
-    parents = [row["name"] for row in metrics(turned, 2) if row["stage"] == "stage"]
-    assert "serve" in parents
+    stages = [row["name"] for row in metrics(turned, 2) if row["stage"] == "stage"]
+    assert "serve" in stages
+    assert "distill" not in stages, "a policy that has no more layers than a student is left as it is"
 
 
 def test_a_killed_turn_goes_on_to_the_same_result(turned: Path, tmp_path: Path) -> None:

@@ -81,6 +81,15 @@ def test_a_checkpoint_of_another_base_is_refused(ws: Workspace, tmp_path: Path) 
         ws.checkpoint("other")
 
 
+def test_a_checkpoint_whose_replacing_was_killed_is_put_back(ws: Workspace) -> None:
+    made = tiny_llama(ws.path / "checkpoints" / "made", layers=1, hidden=32, vocabulary=400, context=64)
+    ws.store.add_checkpoint(Checkpoint(id="made", path="checkpoints/made", parent=None, stage="sft"))
+    made.rename(made.with_name("made.old"))
+    with pytest.raises(UserError, match="another tokenizer"):  # it was found
+        ws.checkpoint("made")
+    assert made.is_dir()
+
+
 def test_a_base_is_known_by_what_it_is(tmp_path: Path) -> None:
     one, other = (tiny_llama(tmp_path / str(seed), seed, 1, 32, 400, 64) for seed in (0, 1))
     named = base_checkpoint(str(one)).id

@@ -310,9 +310,14 @@ def _pack(filled: _Bin) -> Pack:
     )
 
 
-def unfit(example: Example, limit: int) -> str | None:
-    """Why nothing of a row could be trained with at most `limit` tokens; None where something can."""
-    return _shorten(_row(0, example), limit, DropReport())
+def unfit(*examples: Example, limit: int) -> str | None:
+    """Why nothing of a row, or of the two of a pair, could be trained in `limit` tokens; None where it can."""
+    report = DropReport()
+    rows = [_row(index, example) for index, example in enumerate(examples)]
+    cut = [reason for row in rows if (reason := _shorten(row, limit, report))]
+    if cut or _units(rows, report, limit):
+        return cut[0] if cut else None
+    return next(iter(report.dropped))
 
 
 def pack(examples: Sequence[Example], max_tokens: int, max_row: int | None = None) -> tuple[list[Pack], DropReport]:

@@ -347,16 +347,15 @@ def status(
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders: WORKSPACE/runs/turn-1, one or more.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders: WORKSPACE/runs/turn-1; or an earlier results.json.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for results.json and results.png.")] = HERE,
 ) -> None:
     """Put runs side by side, such as one plan with several seeds: what each measured as JSON, and a figure."""
     from treadle.report import curves, gather
 
-    metrics = [run / "metrics.jsonl" for run in runs]
-    gathered = gather(metrics)
+    gathered = gather(runs)
     out.mkdir(parents=True, exist_ok=True)
-    curves(metrics, out / "results.png")
+    curves(gathered, out / "results.png")
     (out / "results.json").write_bytes(msgspec.json.format(to_json(gathered)) + b"\n")
     print(f"wrote {out / 'results.json'} and {out / 'results.png'}")
 

@@ -67,7 +67,7 @@ class Rl(Section, frozen=True):
     clip_high: float = 0.28
     truncate: float = 2.0  # cap of the importance ratio between trainer and sampler
     trained_layers: int = 0  # decoder layers that are trained, from the top; 0: every weight
-    signal_weight: float = 0.7  # of invalid and repeated calls, beside the outcome
+    signal_weight: float = 1.5  # of invalid and repeated calls, beside the outcome
 
 
 class Distill(Section, frozen=True):
@@ -78,9 +78,8 @@ class Distill(Section, frozen=True):
     epochs: int = 2
     rows: int = 4
     learning_rate: float = 7e-4
-    steps: int = 3  # on-policy steps in which its teacher corrects the student
+    steps: int = 6  # on-policy steps in which its teacher corrects the student
     step_rows: int = 64  # student runs a step
-    rl_steps: int = 4  # RL steps of the student's own after that, by the settings of [rl]; 0: none
 
 
 class Release(Section, frozen=True):
@@ -228,7 +227,6 @@ LIMITS: dict[str, tuple[float, float]] = {
     "distill.rows": (1, MANY),
     "distill.learning_rate": (1e-12, 0.1),
     "distill.steps": (0, MANY),
-    "distill.rl_steps": (0, MANY),
     "distill.step_rows": (1, MANY),
     "release.margin": (0, 1),
     "release.cost_margin": (0, 100),

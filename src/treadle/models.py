@@ -76,7 +76,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def model_config(folder: Path) -> dict[str, Any]:
     """The folder's `config.json`. Raises UserError for a wrong folder, a damaged file, or another architecture."""
-    _check_folder(recovered(folder), "config.json")
+    _check_folder(folder, "config.json")
     path = folder / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text("utf-8"))
@@ -108,9 +108,11 @@ def load_model(folder: Path) -> LlamaForCausalLM:
     try:
         model, report = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise UserError(f"the weights in {folder} can't be loaded: {error}") from error
+        raise UserError(f"the weights in {folder} can't be loaded ({error}): copy the model folder again") from error
     if missing := sorted(report["missing_keys"]):
-        raise UserError(f"the weights in {folder} lack {len(missing)} tensors, {missing[0]!r} among them")
+        raise UserError(
+            f"the weights in {folder} lack {len(missing)} tensors, {missing[0]!r} among them: copy it again"
+        )
     loaded: LlamaForCausalLM = model.eval()
     return loaded
 

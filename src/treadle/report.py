@@ -15,7 +15,7 @@ from treadle import __version__
 from treadle.config import Config, dump
 from treadle.errors import DataError
 from treadle.metrics import Rate, Summary
-from treadle.types import to_builtins
+from treadle.types import fingerprint, to_builtins
 from treadle.workspace import revision
 
 if TYPE_CHECKING:
@@ -143,25 +143,39 @@ def _duration(seconds: float | None) -> str:
 # ---------------------------------------------------------------- several runs of one plan
 
 
-def gather(metrics_paths: Sequence[Path]) -> list[dict[str, Any]]:
+def gather(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """What each run measured, as plain values: what ran, its table, RL steps, verdicts, seconds a stage.
 
-    Seconds are those of the processes that finished a stage; what a killed one had spent on it is not known.
+    A path is a run's folder, or a JSON file of runs that were gathered before; of runs with the same settings the one
+    given last holds. Seconds are those of the processes that finished a stage; what a killed one had spent on it is not
+    known.
     """
-    gathered = []
-    for path in metrics_paths:
-        metrics = read_metrics(path)
-        if not any(entry.get("stage") == "open" for entry in metrics):
-            raise DataError(f"{path} does not say what ran: it is no run's metrics.jsonl")
+    gathered: dict[str, dict[str, Any]] = {}
+    for path in paths:
         try:
-            gathered.append(_measured(metrics))
-        except (KeyError, msgspec.ValidationError) as error:
+            for run in _gathered_before(path) if path.suffix == ".json" else [_measured(path / "metrics.jsonl")]:
+                gathered[fingerprint(run["config"])] = {**run, "stages": to_builtins(_table_of(run))}
+        except (KeyError, TypeError, msgspec.DecodeError) as error:  # a ValidationError is a DecodeError
             raise DataError(f"{path} was written by another version ({error}): compare runs of one version") from None
-    return gathered
+    return list(gathered.values())
 
 
-def _measured(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _gathered_before(path: Path) -> list[dict[str, Any]]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+    except OSError as error:
+        raise DataError(f"no results at {path} ({error.strerror})") from None
+
+
+def _table_of(run: dict[str, Any]) -> list[StageRow]:
+    return msgspec.convert(run["stages"], list[StageRow])
+
+
+def _measured(path: Path) -> dict[str, Any]:
+    metrics = read_metrics(path)
     opened = [entry for entry in metrics if entry.get("stage") == "open"]
+    if not opened:
+        raise DataError(f"{path} does not say what ran: it is no run's metrics.jsonl")
     stages = [entry for entry in metrics if entry.get("stage") == "stage"]
     verdicts = {(entry["candidate"], entry["incumbent"]): entry for entry in stages if "released" in entry}
     seconds: dict[str, float] = {}
@@ -172,7 +186,7 @@ def _measured(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "revisions": list(dict.fromkeys(entry["revision"] for entry in opened)),
         "config": opened[-1]["config"],
         "stages": to_builtins(rows(metrics)),
-        **_rl_steps(metrics),
+        "rl": _rl_steps(metrics),
         "releases": [_without(entry, "stage", "time", "name") for entry in verdicts.values()],
         "seconds": seconds,
     }
@@ -182,33 +196,27 @@ def _without(entry: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name not in names}
 
 
-def _rl_steps(metrics: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """By stage: RL, and the student's. Those that were told of last: there are more where settings were changed."""
-    found = {}
-    for stage in ("rl", "distill-rl"):
-        told = [entry for entry in metrics if entry.get("stage") == stage and "step" in entry]
-        steps = {entry["step"]: entry for entry in told if entry.get("checkpoint") == told[-1].get("checkpoint")}
-        if steps:
-            found[stage] = [_without(steps[step], "stage", "time") for step in sorted(steps)]
-    return found
+def _rl_steps(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that were told of last: there are more where settings were changed."""
+    told = [entry for entry in metrics if entry.get("stage") == "rl" and "step" in entry]
+    steps = {entry["step"]: entry for entry in told if entry.get("checkpoint") == told[-1].get("checkpoint")}
+    return [_without(steps[step], "stage", "time") for step in sorted(steps)]
 
 
 # ---------------------------------------------------------------- the figure
 
 
-def curves(metrics_paths: Sequence[Path], out_png: Path) -> None:
-    """Write a PNG: held-out success and faults per stage, and what RL did step by step; of several runs, side by side.
+def curves(runs: Sequence[dict[str, Any]], out_png: Path) -> None:
+    """Write a PNG of what `gather` gives: held-out success and faults per stage, and what RL did step by step.
 
     Raises DataError when nothing has been measured yet.
     """
     from matplotlib.figure import Figure
 
-    measured = [read_metrics(path) for path in metrics_paths]
-    tables = [table for metrics in measured if (table := rows(metrics))]
-    trained = [steps for metrics in measured if (steps := _rl_steps(metrics))]
+    tables = [table for run in runs if (table := _table_of(run))]
+    trained = [run["rl"] for run in runs if run["rl"]]
     if not tables and not trained:
-        names = ", ".join(map(str, metrics_paths))
-        raise DataError(f"{names}: no evaluation and no RL step yet, so there is nothing to draw")
+        raise DataError("no evaluation and no RL step yet, so there is nothing to draw")
     tall = bool(tables) + bool(trained)
     figure = Figure(figsize=(10, 3.6 * tall), dpi=130, layout="constrained")
     axes = figure.subplots(tall, 2, squeeze=False)
@@ -216,12 +224,9 @@ def curves(metrics_paths: Sequence[Path], out_png: Path) -> None:
         _success(axes[0][0], tables)
         _conduct(axes[0][1], tables)
     if trained:
-        reward = {("rl", "reward"): ("mean of the batch", GREEN), ("distill-rl", "reward"): ("the student's", BLUE)}
+        reward = {"reward": ("mean of the batch", GREEN)}
         _line(axes[-1][0], trained, reward, "RL: reward", share=False)
-        faults = {
-            ("rl", "invalid_calls"): ("invalid calls", ORANGE),
-            ("rl", "repeats"): ("repeats after a failure", PINK),
-        }
+        faults = {"invalid_calls": ("invalid calls", ORANGE), "repeats": ("repeats after a failure", PINK)}
         _line(axes[-1][1], trained, faults, "RL: faults in the batch", share=True)
     figure.savefig(out_png)
 
@@ -270,14 +275,14 @@ def _conduct(axes: Axes, tables: Sequence[Sequence[StageRow]]) -> None:
 
 def _line(
     axes: Axes,
-    runs: Sequence[dict[str, list[dict[str, Any]]]],
-    drawn: dict[tuple[str, str], tuple[str, str]],
+    runs: Sequence[list[dict[str, Any]]],
+    drawn: dict[str, tuple[str, str]],
     title: str,
     share: bool,
 ) -> None:
     scale = 100 if share else 1
-    for (stage, key), (label, color) in drawn.items():
-        for n, steps in enumerate(run[stage] for run in runs if stage in run):
+    for key, (label, color) in drawn.items():
+        for n, steps in enumerate(runs):
             points = [(entry["step"] + 1, scale * entry[key]) for entry in steps if entry.get(key) is not None]
             axes.plot(*_unzipped(points), "o-", color=color, label=None if n else label, markersize=4)
     _frame(axes, title, "%" if share else "")

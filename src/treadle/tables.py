@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -183,15 +184,21 @@ def same_task(a: Task, b: Task) -> bool:
     return to_msgpack(msgspec.structs.replace(a, split=None)) == to_msgpack(msgspec.structs.replace(b, split=None))
 
 
+def words(text: str) -> list[str]:
+    """Case, spacing and punctuation aside."""
+    return re.findall(r"\w+", text.casefold())
+
+
+def prompt_words(messages: Iterable[Message]) -> list[str]:
+    """The user's words before the first reply. The system prompt is the environment's, the same for all its tasks."""
+    asked = takewhile(lambda message: message.role != "assistant", messages)
+    return [word for message in asked if message.role == "user" for word in words(message.content)]
+
+
 def prompt_key(messages: Iterable[Message]) -> str | None:
-    """Hash of the user's words before the first reply, blind to case and spacing; None when there are none."""
-    words: list[str] = []
-    for message in messages:
-        if message.role == "assistant":
-            break
-        if message.role == "user":
-            words += re.findall(r"\w+", message.content.casefold())
-    return fingerprint(words) if words else None
+    """Hash of the prompt's words; None when there are none."""
+    found = prompt_words(messages)
+    return fingerprint(found) if found else None
 
 
 def body(trajectory: Trajectory) -> bytes:

@@ -13,7 +13,7 @@ import numpy as np
 
 from treadle.batch import DropReport, Example, divisor, pack, unfit
 from treadle.errors import DataError
-from treadle.feedback.process import faulty
+from treadle.feedback.process import faulty, is_marked
 from treadle.learner import Learner
 from treadle.losses import Loss
 from treadle.render.base import Renderer, contract_fingerprint, undeclared_calls
@@ -71,16 +71,13 @@ def _tokenised(node: Node, renderer: Renderer, contract: Contract) -> Node:
 def imitation(trajectory: Trajectory) -> Example:
     """Train every reply on a trajectory's last path, which is what was graded, but mistakes, which stay as context.
 
-    Mistakes are replies marked so in the log, and those that a step signal finds. A reply copied from another
-    trajectory is trained there.
+    Mistakes are replies marked so in the log, and those that a step signal finds.
     """
     faults = faulty(trajectory)
     weights = {
         node.id: 1.0
         for node in trajectory.path()
-        if node.message.role == "assistant"
-        and node.id not in faults
-        and not node.extra.keys() & {"untrained", "copied_from"}
+        if node.message.role == "assistant" and node.id not in faults and not is_marked(node)
     }
     return Example(trajectory=trajectory, weights=weights)
 
@@ -154,7 +151,7 @@ def fit(
 
     Rows of which nothing can be trained are left out first, and counted in a metrics row of their own.
     """
-    reasons = [unfit(example, pack_tokens) for example in examples]
+    reasons = [unfit(example, limit=pack_tokens) for example in examples]
     examples = [example for example, reason in zip(examples, reasons, strict=True) if reason is None]
     left_out = Counter(reason for reason in reasons if reason)
     if not examples:
@@ -182,10 +179,11 @@ class Steps:
 
     def resume(self, learner: Learner) -> int:
         """Put what was saved last into the learner; gives its number, or 0 if nothing was saved."""
-        done, folder = max(((int(folder.name[-4:]), folder) for folder in self._folders()), default=(0, None))
-        if folder is not None:
-            learner.load(folder)
-        return done
+        last = max(self._folders(), key=self._number, default=None)
+        if last is None:
+            return 0
+        learner.load(last)
+        return self._number(last)
 
     def save(self, learner: Learner, number: int) -> None:
         self.forget(but=learner.save(self.checkpoints / f"{self.prefix}{number:04d}"))
@@ -196,4 +194,8 @@ class Steps:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _folders(self) -> list[Path]:
-        return list(self.checkpoints.glob(f"{self.prefix}[0-9][0-9][0-9][0-9]"))
+        found = self.checkpoints.glob(f"{self.prefix}*")  # half-written ones beside them end otherwise
+        return [folder for folder in found if folder.name.removeprefix(self.prefix).isdecimal()]
+
+    def _number(self, folder: Path) -> int:
+        return int(folder.name.removeprefix(self.prefix))

@@ -19,7 +19,7 @@ from treadle.engine.base import Engine
 from treadle.env.repair.packages import PACKAGES, Package
 from treadle.env.repair.session import RepairEnvironment
 from treadle.errors import DataError, InfrastructureError, UserError, unknown
-from treadle.models import load_tokenizer, model_config, smollm2, tiny_llama
+from treadle.models import load_tokenizer, model_config, recovered, smollm2, tiny_llama
 from treadle.render.base import contract_fingerprint
 from treadle.render.chatml import ChatML
 from treadle.rollout import Job, Loop, rollout_seed
@@ -114,7 +114,7 @@ class Workspace:
 
     def _located(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
         """With the whole path. Stored is the one below the workspace, which may be moved and copied."""
-        return checkpoint and msgspec.structs.replace(checkpoint, path=str(self.path / checkpoint.path))
+        return checkpoint and msgspec.structs.replace(checkpoint, path=str(recovered(self.path / checkpoint.path)))
 
     def lineage(self, checkpoint: Checkpoint) -> list[str]:
         """Ids of the checkpoints on the way to this one, each made from the one before: the base's first."""
@@ -124,7 +124,7 @@ class Workspace:
             at = parent.parent if (parent := self.store.checkpoint(at)) else None
         return found
 
-    def holds(self, checkpoint: Checkpoint) -> None:
+    def now_holds(self, checkpoint: Checkpoint) -> None:
         """Say that the engine's weights were replaced in place and now are this checkpoint's."""
         self._holds = checkpoint.id
 
@@ -162,13 +162,13 @@ class Workspace:
     def stage_config(self, stage: str) -> dict[str, Any]:
         """The seed, the stage's own section, how episodes are sampled, and what a row may hold.
 
-        A part of a stage ("distill-start") has the section of the whole; one named after two ("distill-rl") has both.
+        A part of a stage ("distill-start") has the section of the whole.
         """
         config = self.config
         sections = to_builtins(config)
         model = {"dtype": config.model.dtype, "context": config.model.context}
-        own = {part: sections.get(part) for part in stage.split("-")}
-        return {"seed": config.seed, "pack_tokens": config.pack_tokens, "model": model, **own}
+        own = stage.partition("-")[0]
+        return {"seed": config.seed, "pack_tokens": config.pack_tokens, "model": model, own: sections.get(own)}
 
     # ------------------------------------------------------------ tasks and rollouts
 
@@ -222,6 +222,23 @@ class Workspace:
                 "mend it, and run this again"
             )
         return last
+
+    async def play_groups(
+        self, engine: Engine, policy: str, tasks: Sequence[Task], size: int, prefix: str, purpose: str, title: str
+    ) -> list[list[Trajectory]]:
+        """`size` rollouts of each task at temperature 1; ids and groups begin with `prefix`, seeds follow `purpose`."""
+        jobs = [
+            Job(
+                id=f"{prefix}{task.id}-{member}",
+                task=task,
+                seed=rollout_seed(self.config.seed, purpose, task.id, member),
+                group=f"{prefix}{task.id}",
+            )
+            for task in tasks
+            for member in range(size)
+        ]
+        played = await self.play(engine, policy, jobs, 1.0, title)
+        return [played[start : start + size] for start in range(0, len(played), size)]
 
     def _tries(self, job_id: str) -> list[Trajectory]:
         """What is stored of a job: tries that were lost, and perhaps one that was not."""

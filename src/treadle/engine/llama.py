@@ -297,11 +297,13 @@ def _keys_read(segments: Sequence[Segment], shared: int) -> int:
 
 def _check(config: Any, context: int) -> None:
     if config.model_type != "llama":
-        raise UserError(
-            f"the slot engine runs Llama-architecture models, not {config.model_type!r}: use another engine"
-        )
+        raise UserError(f"the slot engine runs 'llama' models, not {config.model_type!r}: choose another model.base")
     if config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
-        raise UserError("the slot engine runs Llama models without biases and with SiLU: use another engine")
+        raise UserError(
+            "the slot engine runs Llama models without biases and with SiLU, and this one has "
+            f"attention_bias = {config.attention_bias}, mlp_bias = {config.mlp_bias} and "
+            f"hidden_act = {config.hidden_act!r}: choose another model.base"
+        )
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope not in ROPE_TYPES:
         raise UserError(unknown("rope scaling", rope, ROPE_TYPES))

@@ -64,7 +64,7 @@ class _History:
     """What was tried along one path, and what is known to have failed."""
 
     def __init__(self) -> None:
-        self.edits: dict[bytes, int] = {}  # edits in place, in order -> the node that made each
+        self.edits: list[tuple[bytes, int]] = []  # those in place, in order, each with the node that made it
         self.failed: dict[bytes, str] = {}  # edits with which tests failed -> where
         self.refused: dict[bytes, str] = {}  # calls turned down, and failed test runs, since the last change -> how
         self.failed_try = False  # tests have failed after an edit
@@ -81,16 +81,16 @@ class _History:
         if code:
             self.refused.setdefault(key, f"{code} at node {reply.id}")
         elif call.name in EDIT_TOOLS:
-            self.edits.setdefault(key, reply.id)
+            self.edits.append((key, reply.id))
             self.refused.clear()  # what could not be done in one state may well be right in another
         elif call.name == UNDO_TOOL:
             self.refused.clear()
             if self.edits:
-                self.edits.popitem()
+                self.edits.pop()
         if result is not None and test_run_failed(result):
             self.refused.setdefault(key, f"failed at node {result.id}, and nothing was changed since")
             self.failed_try |= bool(self.edits)
-            for edit, node in self.edits.items():
+            for edit, node in self.edits:
                 self.failed.setdefault(edit, f"tried at node {node}, tests failed at node {result.id}")
 
 
@@ -113,6 +113,11 @@ def step_signals(trajectory: Trajectory) -> list[Signal]:
             for call, result in calls:
                 history.add(reply, call, result)
     return [found[node] for node in sorted(found)]
+
+
+def is_marked(node: Node) -> bool:
+    """Not to be imitated: a mistake by its log, or a reply copied from an earlier episode, where it is trained."""
+    return bool(node.extra.get("untrained") or node.extra.get("copied_from"))
 
 
 def faulty(trajectory: Trajectory) -> set[int]:

@@ -10,10 +10,11 @@ from enum import StrEnum
 
 import msgspec
 
-from treadle.feedback.process import behaviour, faulty
-from treadle.pool.dedup import NearDuplicates, task_words, trajectory_key, trajectory_words, words
+from treadle.feedback.process import behaviour, faulty, is_marked
+from treadle.pool.dedup import NearDuplicates, task_words, trajectory_key, trajectory_words
 from treadle.pool.leakage import HeldOutTexts
 from treadle.store import Disposition, Store, prompt_key, prompt_of, task_of
+from treadle.tables import prompt_words
 from treadle.types import End, FailureKind, Layer, Source, Split, Task, TaskKind, Trajectory, fingerprint, is_solved
 
 STAGE = "curate"
@@ -48,14 +49,6 @@ class CurateReport(msgspec.Struct, kw_only=True):
         counts[fate] = counts.get(fate, 0) + 1
         key = f"{record} {fate} {reason.split(':')[0]}"
         self.reasons[key] = self.reasons.get(key, 0) + 1
-
-    def rows(self) -> list[tuple[str, str, str, int]]:
-        """(record, disposition, reason, count) lines for a table."""
-        found: list[tuple[str, str, str, int]] = []
-        for key, n in sorted(self.reasons.items()):
-            record, fate, code = key.split(" ", 2)
-            found.append((record, fate, code, n))
-        return found
 
 
 def curate(store: Store) -> CurateReport:
@@ -180,8 +173,8 @@ def _barred(
 ) -> Decision | None:
     """What belongs to evaluation, by its task, or by its words where these are not the task's."""
     if task is None or prompt_of(trajectory) != prompt_key(task.messages):
-        prompt = [word for message in _asked(trajectory) for word in words(message)]
-        if (overlap := held.of_prompt(prompt)) is not None:
+        asked = prompt_words(node.message for node in trajectory.path())
+        if (overlap := held.of_prompt(asked)) is not None:
             return Fate.HOLD_OUT, f"leak: {overlap.how} as held-out task {overlap.task}"
     if task is None:
         return None
@@ -191,22 +184,14 @@ def _barred(
     return (Fate.EVALUATE, f"validation: of task {task.id}") if task.split is Split.VALIDATION else None
 
 
-def _asked(trajectory: Trajectory) -> Iterator[str]:
-    for node in trajectory.path():
-        if node.message.role == "assistant":
-            return
-        if node.message.role == "user":
-            yield node.message.content
-
-
 def _unusable(trajectory: Trajectory) -> Decision | None:
     failure = trajectory.outcome.failure
     if failure is not None and failure.kind is not FailureKind.AGENT:
         return Fate.QUARANTINE, f"{failure.kind}: failed in {failure.stage}"
-    if "interrupted" in trajectory.labels or trajectory.outcome.end is End.INTERRUPTED:
-        return Fate.QUARANTINE, f"interrupted: {trajectory.labels.get('interrupted', 'some')} calls without a result"
-    if "empty_replies" in trajectory.labels:
-        return Fate.QUARANTINE, f"empty_replies: {trajectory.labels['empty_replies']}"
+    if "interrupted" in trajectory.extra or trajectory.outcome.end is End.INTERRUPTED:
+        return Fate.QUARANTINE, f"interrupted: {trajectory.extra.get('interrupted', 'some')} calls without a result"
+    if "empty_replies" in trajectory.extra:
+        return Fate.QUARANTINE, f"empty_replies: {trajectory.extra['empty_replies']}"
     if any(node.extra.get("parts") for node in trajectory.nodes):
         return Fate.QUARANTINE, "parts: images or files are not supported"
     if reward_of(trajectory) is None:
@@ -215,11 +200,12 @@ def _unusable(trajectory: Trajectory) -> Decision | None:
 
 
 def _copied(trajectory: Trajectory, task: str | None, seen: dict[str, str], near: NearDuplicates) -> Decision | None:
-    first = seen.setdefault(trajectory_key(trajectory, task), trajectory.id)
+    reward = reward_of(trajectory)
+    first = seen.setdefault(trajectory_key(trajectory, task, reward), trajectory.id)
     if first != trajectory.id:
         return Fate.DROP, f"duplicate: the same as {first}"
     # A success and a failure that look alike are no copies: where they part is what preference learning needs.
-    group = fingerprint([task, reward_of(trajectory)])
+    group = fingerprint([task, reward])
     match = near.match(group, trajectory.id, trajectory_words(trajectory))
     return None if match is None else (Fate.DROP, f"near_duplicate: {match.similarity:.0%} like {match.record}")
 
@@ -250,8 +236,7 @@ def _sound(trajectory: Trajectory, task: Task | None) -> Decision | None:
 
 def _imitated(trajectory: Trajectory) -> tuple[int, int]:
     """Replies that training would imitate, and how many of them are invalid or repeat what failed."""
-    marks = {n.id for n in trajectory.path() if n.extra.get("untrained") or n.extra.get("copied_from")}
-    replies = {n.id for n in trajectory.path() if n.message.role == "assistant"} - marks
+    replies = {n.id for n in trajectory.path() if n.message.role == "assistant" and not is_marked(n)}
     return len(replies), len(replies & faulty(trajectory))
 
 

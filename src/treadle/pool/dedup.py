@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 from rensa import RMinHash, RMinHashLSH
 
+from treadle.tables import prompt_words, words
 from treadle.types import Node, Task, Trajectory, fingerprint
 
 PERMUTATIONS, BANDS, SEED = 128, 16, 1
 NEAR = 0.9  # estimated Jaccard similarity from which two records are one
-
-
-def words(text: str) -> list[str]:
-    """Case, spacing and punctuation aside."""
-    return re.findall(r"\w+", text.casefold())
 
 
 def shingles(words: list[str], size: int) -> set[str]:
@@ -23,14 +17,9 @@ def shingles(words: list[str], size: int) -> set[str]:
     return {" ".join(words[i : i + size]) for i in range(max(1, len(words) - size + 1))} if words else set()
 
 
-def prompt_words(task: Task) -> list[str]:
-    """The user's words. The system prompt is the environment's, the same for all its tasks."""
-    return [word for message in task.messages if message.role == "user" for word in words(message.content)]
-
-
 def task_words(task: Task) -> list[str]:
     """Prompt and scene: what makes the task this one."""
-    return [*prompt_words(task), *_scene_words(task.public)]
+    return [*prompt_words(task.messages), *_scene_words(task.public)]
 
 
 def _scene_words(value: object) -> list[str]:
@@ -41,10 +30,10 @@ def _scene_words(value: object) -> list[str]:
     return words(str(value))
 
 
-def trajectory_key(trajectory: Trajectory, task_id: str | None) -> str:
+def trajectory_key(trajectory: Trajectory, task_id: str | None, reward: float | None) -> str:
     """Equal for trajectories of one task that say and do the same and got the same reward, whatever their ids."""
     path = trajectory.path()
-    return fingerprint([task_id, trajectory.outcome.reward, [_said(node) for node in path]])
+    return fingerprint([task_id, reward, [_said(node) for node in path]])
 
 
 def _said(node: Node) -> list[object]:

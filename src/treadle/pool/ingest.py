@@ -39,15 +39,6 @@ class IngestReport(msgspec.Struct, kw_only=True):
     good_for: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(PURPOSES, 0))
     missing: dict[str, int] = {}  # "rl: no token ids" -> trajectories
 
-    def rows(self) -> list[tuple[str, str]]:
-        """(what, how many) lines for a table."""
-        plain = ("files", "records", "trajectories", "repeated", "calls", "results", "interrupted")
-        values = msgspec.structs.asdict(self)
-        found = [(name, str(values[name])) for name in plain]
-        for group in ("skipped", "quarantined", "mended", "secrets", "good_for", "missing"):
-            found += [(f"{group.replace('_', ' ')}: {name}", str(n)) for name, n in sorted(values[group].items())]
-        return found
-
 
 def ingest(paths: Iterable[str | Path], store: Store) -> IngestReport:
     """Read log files (and the `*.jsonl` and `*.ndjson` of folders) into the store, one commit a trajectory.
@@ -106,17 +97,15 @@ def _set_aside(record: Quarantine, scrubber: Scrubber, store: Store, report: Ing
 
 def _take(raw: Trajectory, scrubber: Scrubber, store: Store, report: IngestReport) -> None:
     trajectory = scrubber.trajectory(raw)
-    gaps = lacking(trajectory)
-    for purpose, lacks in gaps.items():
+    for purpose, lacks in lacking(trajectory).items():
         report.good_for[purpose] += not lacks
         for what in lacks:
             _count(report.missing, f"{purpose}: {what}")
-    trajectory.extra["good_for"] = [purpose for purpose, lacks in gaps.items() if not lacks]
     store.add_trajectory(trajectory)
     report.trajectories += 1
     report.calls += sum(len(node.message.tool_calls) for node in trajectory.nodes)
     report.results += sum(node.message.role == "tool" for node in trajectory.nodes)
-    report.interrupted += "interrupted" in trajectory.labels
+    report.interrupted += "interrupted" in trajectory.extra
     for what, n in trajectory.extra.get("counts", {}).items():
         _count(report.mended, what, n)
 
@@ -129,7 +118,7 @@ def lacking(trajectory: Trajectory) -> dict[str, list[str]]:
     """What keeps a trajectory from each use; an empty list means it can be used."""
     replies = [node for node in trajectory.nodes if node.message.role == "assistant"]
     text: list[str] = []
-    if unanswered := trajectory.labels.get("interrupted"):
+    if unanswered := trajectory.extra.get("interrupted"):
         text.append(f"tool results missing ({unanswered})")
     if any(node.extra.get("parts") for node in trajectory.nodes):
         text.append("parts without text (images) are not supported")

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from treadle.pool.dedup import prompt_words, shingles, task_words
+from treadle.pool.dedup import shingles, task_words
+from treadle.tables import prompt_words
 from treadle.types import Task, fingerprint
 
 RUN = 8  # words
@@ -60,7 +61,7 @@ class HeldOutTexts:
         held = list(tasks)
         self._contents = {task.content_key(): task.id for task in held}
         self._tasks = _Texts({task.id: task_words(task) for task in held})
-        self._prompts = _Texts({task.id: prompt_words(task) for task in held})
+        self._prompts = _Texts({task.id: prompt_words(task.messages) for task in held})
 
     def of_task(self, task: Task) -> Overlap | None:
         same = self._contents.get(task.content_key())

@@ -156,11 +156,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
+    """A number of a JSON text; ValueError for Infinity, NaN, and what a float can't hold."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is not a finite number")
     return number
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite)
+_JSON = json.JSONDecoder(object_pairs_hook=_object, parse_float=finite, parse_constant=finite)

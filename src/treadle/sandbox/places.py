@@ -154,7 +154,7 @@ def sandbox_venv(requirements: Sequence[str], cache: Path | None = None) -> Path
         if not done.exists():
             shutil.rmtree(venv, ignore_errors=True)
             _run([str(python), "-m", "venv", "--without-pip", str(venv)], "make a virtual environment")
-            pip = [*_pip(), "--python", str(venv / "bin/python"), "install", "--quiet", "--no-input", *wanted]
+            pip = [*pip_command(), "--python", str(venv / "bin/python"), "install", "--quiet", "--no-input", *wanted]
             _run(pip, f"install {' '.join(wanted)}")
             done.write_text("\n".join(wanted) + "\n")
     return venv
@@ -164,7 +164,8 @@ def _version(python: Path) -> str:
     return subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _pip() -> list[str]:
+def pip_command() -> list[str]:
+    """How to call pip from here; raises UserError where there is none."""
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip"]
     found = shutil.which("pip3") or shutil.which("pip")

@@ -14,8 +14,9 @@ import msgspec
 
 from treadle.engine.base import SMALLEST_TEMPERATURE, Sample
 from treadle.errors import UserError, unknown
+from treadle.pool.formats.openai_messages import read_call, write_call
 from treadle.render.base import same_message
-from treadle.types import Effect, Message, StopReason, Tool, ToolCall, unstorable
+from treadle.types import Effect, Message, StopReason, Tool, unstorable
 
 # parameters that may be sent with the value that changes nothing, and why another value is refused
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -89,7 +90,7 @@ class WireMessage(Wire, frozen=True):
         return Message(
             role="system" if self.role == "developer" else self.role,
             content=content or "",
-            tool_calls=tuple(_read_call(call) for call in self.tool_calls or ()),
+            tool_calls=tuple(read_call(c.id, c.function.name, c.function.arguments) for c in self.tool_calls or ()),
             tool_call_id=self.tool_call_id,
             name=self.name,
             reasoning=self.reasoning_content or None,
@@ -190,18 +191,6 @@ def read_request(body: bytes, model: str) -> Request:
     return request
 
 
-def _read_call(call: Call) -> ToolCall:
-    name, text = call.function.name, call.function.arguments
-    try:
-        arguments = msgspec.json.decode(text, type=dict[str, Any])
-        fault = unstorable(arguments)
-    except (msgspec.DecodeError, RecursionError) as error:
-        fault = str(error)
-    if not fault:
-        return ToolCall(call.id, name, arguments)
-    return ToolCall(call.id, name, None, raw=f'{{"name": {json.dumps(name)}, "arguments": {text}}}', error=fault)
-
-
 def _same_tool(a: Tool, b: Tool) -> bool:
     return (a.name, a.description, a.parameters) == (b.name, b.description, b.parameters)
 
@@ -259,7 +248,7 @@ class Reply(msgspec.Struct, frozen=True):
             message["reasoning_content"] = self.message.reasoning
         if self.message.tool_calls:
             message["content"] = self.message.content or None
-            message["tool_calls"] = [_call(call, _arguments(call)) for call in self.message.tool_calls]
+            message["tool_calls"] = [write_call(call) for call in self.message.tool_calls]
         choice = {"index": 0, "message": message, "finish_reason": self._finish_reason(), "logprobs": None}
         return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage(), "treadle": self._exact()}
 
@@ -270,9 +259,10 @@ class Reply(msgspec.Struct, frozen=True):
             yield self._piece({"reasoning_content": self.message.reasoning})
         if self.message.content:
             yield self._piece({"content": self.message.content})
-        for index, call in enumerate(self.message.tool_calls):
-            yield self._piece({"tool_calls": [{"index": index, **_call(call, "")}]})
-            yield self._piece({"tool_calls": [{"index": index, "function": {"arguments": _arguments(call)}}]})
+        for index, call in enumerate(map(write_call, self.message.tool_calls)):
+            function = call["function"]
+            yield self._piece({"tool_calls": [{"index": index, **call, "function": {**function, "arguments": ""}}]})
+            yield self._piece({"tool_calls": [{"index": index, "function": {"arguments": function["arguments"]}}]})
         yield {**self._piece({}, self._finish_reason()), "treadle": self._exact()}
         if include_usage:
             yield {**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}
@@ -306,11 +296,3 @@ class Reply(msgspec.Struct, frozen=True):
         sample = self.sample
         exact = {"token_ids": sample.ids, "log_probs": sample.log_probs, "versions": sample.versions}
         return {"session": self.session, **exact}
-
-
-def _call(call: ToolCall, arguments: str) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-
-
-def _arguments(call: ToolCall) -> str:
-    return json.dumps(call.arguments, ensure_ascii=False)

@@ -52,7 +52,7 @@ async def distill(ws: Workspace, teacher: Checkpoint, run: Run) -> Checkpoint:
         steps.save(student, step + 1)
     checkpoint = ws.save(student, "distill", start, data)
     await engine.load_weights(student.state(), checkpoint.updates)
-    ws.holds(checkpoint)
+    ws.now_holds(checkpoint)
     steps.forget()
     return checkpoint
 
@@ -83,7 +83,7 @@ def _imitate(
 def _needed(ws: Workspace, guide: Learner, runs: Sequence[Trajectory], run: Run) -> list[int]:
     """The teacher's layers that make the student, by what they do for some of its runs, of middling length."""
     count, probes = ws.config.distill.layers, ws.config.distill.probes
-    rows = [row for t in runs if unfit(row := imitation(t), ws.config.pack_tokens) is None]
+    rows = [row for t in runs if unfit(row := imitation(t), limit=ws.config.pack_tokens) is None]
     order = sorted(rows, key=lambda row: len(row.trajectory.tokens()))
     middling = order[max(0, len(order) - probes) // 2 :][:probes]
     packs, _ = pack(middling, probes * ws.config.pack_tokens)
@@ -107,7 +107,9 @@ async def _teacher_runs(ws: Workspace, teacher: Checkpoint, tasks: list[Task]) -
     played = await ws.play(engine, teacher.id, jobs, 1.0, "distill: teacher runs")
     solved = [t for t in played if is_solved(t.outcome.reward)]
     if not solved:
-        raise DataError(f"distill: the teacher solved none of {len(jobs)} runs, so there is nothing to learn from it")
+        raise DataError(
+            f"distill: the teacher solved none of {len(jobs)} runs: train it longer, or raise distill.tasks"
+        )
     return ws.store.admit_training(solved)
 
 
@@ -143,7 +145,7 @@ async def _correct(
 ) -> None:
     """The student plays the next tasks, and its teacher says of every token what it would have said instead."""
     settings = ws.config.distill
-    first = step * settings.step_rows
+    first = settings.tasks + step * settings.step_rows  # those that the teacher was not shown on come first
     places = [(tasks[i % len(tasks)], i // len(tasks)) for i in range(first, first + settings.step_rows)]
     jobs = _jobs(f"distill-{start.id}-{step}", places, ws.config.seed)
     title = f"distill {step + 1}/{settings.steps}"

@@ -78,17 +78,12 @@ def judge(new: Played, old: Played, candidate: str, incumbent: str, margin: floa
     dearest = cost_margin * sum(costs) / max(1, len(costs))
     criteria: tuple[Criterion, ...] = (
         _criterion("success", solvable, _solved, -margin, paired_rates),
-        _criterion("boundary acts", boundary, _reward, -2 * margin),
+        _criterion("boundary acts", boundary, _solved, -2 * margin),
         _criterion("tokens where both solved", both, lambda t: -float(t.sampled_tokens()), -dearest),
     )
-    right = any(_solved(trajectory) for _, trajectory in new)
-    anything = Criterion("anything right", float(right), float(right), float(right), 1.0, passed=right)
-    criteria = criteria if right else (*criteria, anything)
+    if not any(_solved(trajectory) for _, trajectory in new):
+        criteria += (Criterion("anything right", 0.0, 0.0, 0.0, 1.0, passed=False),)
     return Verdict(candidate, incumbent, all(c.passed for c in criteria), criteria)
-
-
-def _reward(trajectory: Trajectory) -> float:
-    return trajectory.outcome.reward or 0.0
 
 
 def _graded(pairs: list[Pair]) -> list[Pair]:

@@ -20,31 +20,22 @@ from treadle.feedback.process import behaviour, step_signals
 from treadle.learner import Learner
 from treadle.losses import Loss, policy_loss
 from treadle.report import Run
-from treadle.rollout import Job, rollout_seed
 from treadle.training import Steps, cuts, joined
 from treadle.types import Checkpoint, Task, Trajectory, fingerprint
 from treadle.workspace import Workspace
 
 Group = list[Trajectory]
+TOLD = ("reward", "invalid_calls", "repeats")  # after each step
 
 
 async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     """Resumes after the last finished step. Says which steps had nothing to learn from; DataError when all had."""
-    return await _practise(ws, parent, run, "rl", ws.config.rl.steps)
-
-
-async def student_rl(ws: Workspace, student: Checkpoint, run: Run) -> Checkpoint:
-    """The same for a student, on what is still hard for it; raises nothing where it has nothing left to learn."""
-    return await _practise(ws, student, run, "distill-rl", ws.config.distill.rl_steps)
-
-
-async def _practise(ws: Workspace, parent: Checkpoint, run: Run, stage: str, count: int) -> Checkpoint:
     settings = ws.config.rl
     tasks = ws.training_tasks()
     data = [fingerprint([task.id for task in tasks])]
-    name = ws.checkpoint_id(stage, parent, data)
+    name = ws.checkpoint_id("rl", parent, data)
     steps = Steps(ws.path / "checkpoints", f"{name}-")
-    if (made := ws.made(stage, parent, data)) is not None:
+    if (made := ws.made("rl", parent, data)) is not None:
         steps.forget()
         return made
     learner = ws.learner(parent, settings.trained_layers)
@@ -53,32 +44,30 @@ async def _practise(ws: Workspace, parent: Checkpoint, run: Run, stage: str, cou
     _recall(ws, curriculum, parent, [_step(name, step) for step in range(done)])
     engine = await ws.engine(parent)
     loss = policy_loss(clip_low=settings.clip_low, clip_high=settings.clip_high, tis=settings.truncate)
-    for step in range(done, count):
+    for step in range(done, settings.steps):
         await engine.load_weights(learner.state(), parent.updates + learner.updates)
-        groups = await _sample(ws, engine, parent, name, curriculum, step, f"{stage} {step + 1}/{count}")
+        groups = await _sample(ws, engine, parent, name, curriculum, step, f"rl {step + 1}/{settings.steps}")
         ws.store.admit_training(t for group in groups for t in group)
         examples, facts = credit(groups, settings.signal_weight)
         if not examples:
-            ws.console.print(
-                f"{stage}: no group of step {step + 1} tells its rollouts apart (mean reward {facts['reward']}, "
-                f"{facts['ungraded']:.0f} rollouts ungraded): nothing is learnt from it"
-            )
-            run.log(stage, checkpoint=name, step=step, **facts)
+            of = "none is graded" if facts["reward"] is None else f"mean reward {facts['reward']:.2f}"
+            ws.console.print(f"rl: no group of step {step + 1} tells its rollouts apart ({of}): nothing is learnt")
+            run.log("rl", checkpoint=name, step=step, **facts)
             continue
         metrics = _improve(ws, learner, examples, loss)
         # Told before it is saved: a kill in between tells the step twice, and never loses it.
-        run.log(stage, checkpoint=name, step=step, **facts, **metrics)
-        told = {name: facts[name] for name in ("reward", "invalid_calls", "repeats") if facts[name] is not None}
-        ws.console.print(f"{stage} {step + 1}: " + ", ".join(f"{name} {value:.2f}" for name, value in told.items()))
+        run.log("rl", checkpoint=name, step=step, **facts, **metrics)
+        told = [f"{fact} {value:.2f}" for fact in TOLD if (value := facts[fact]) is not None]
+        ws.console.print(f"rl {step + 1}: " + ", ".join(told))
         steps.save(learner, step + 1)
-    if learner.updates == 0 and stage == "rl":
+    if learner.updates == 0:
         raise DataError(
-            f"rl: no group of {count} steps told its rollouts apart, so nothing was learnt: raise rl.group "
+            f"rl: no group of {settings.steps} steps told its rollouts apart, so nothing was learnt: raise rl.group "
             "or rl.refills, train longer before RL, or give harder tasks where all were solved"
         )
-    checkpoint = ws.save(learner, stage, parent, data)
+    checkpoint = ws.save(learner, "rl", parent, data)
     await engine.load_weights(learner.state(), checkpoint.updates)
-    ws.holds(checkpoint)
+    ws.now_holds(checkpoint)
     steps.forget()
     return checkpoint
 
@@ -131,19 +120,8 @@ async def _sample(
 async def _play(
     ws: Workspace, engine: Engine, parent: Checkpoint, name: str, tasks: list[Task], step: int, title: str
 ) -> list[Group]:
-    size = ws.config.rl.group
-    jobs = [
-        Job(
-            id=f"{_step(name, step)}{task.id}-{member}",
-            task=task,
-            seed=rollout_seed(ws.config.seed, f"rl {step}", task.id, member),
-            group=f"{_step(name, step)}{task.id}",
-        )
-        for task in tasks
-        for member in range(size)
-    ]
-    played = await ws.play(engine, f"{parent.id}+{engine.version - parent.updates}", jobs, 1.0, title)
-    return [played[start : start + size] for start in range(0, len(played), size)]
+    policy = f"{parent.id}+{engine.version - parent.updates}"
+    return await ws.play_groups(engine, policy, tasks, ws.config.rl.group, _step(name, step), f"rl {step}", title)
 
 
 def _step(name: str, step: int) -> str:

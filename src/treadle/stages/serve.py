@@ -13,6 +13,7 @@ import numpy as np
 from treadle.env.base import Session, ToolResult
 from treadle.errors import DataError, InfrastructureError
 from treadle.feedback.process import step_signals
+from treadle.pool.formats.openai_chat import write_tool
 from treadle.pool.formats.openai_messages import Reader
 from treadle.rollout import refuse, rollout_seed
 from treadle.serve.app import create_app, running
@@ -86,10 +87,7 @@ async def _converse(
     """One episode through the endpoint."""
     talk = Conversation([{"role": m.role, "content": m.content} for m in task.messages])
     messages = talk.messages
-    tools = [
-        {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
-        for t in ws.contract.tools
-    ]
+    tools = [write_tool(tool) for tool in ws.contract.tools]
     for number in range(ws.contract.budget.turns):
         seed = rollout_seed(ws.config.seed, turn, task.id, number)
         metadata = {"task_id": task.id}

@@ -16,7 +16,8 @@ async def sft(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     rows, foreign = demonstrations(ws.store.training_trajectories("sft"), ws.renderer, ws.contract)
     if not rows and foreign:
         raise DataError(
-            f"all {foreign} admitted trajectories call tools that {ws.contract.environment!r} does not have"
+            f"all {foreign} admitted trajectories call tools that the environment {ws.contract.environment!r} does not "
+            "have, so none can be trained on: ingest logs of its own tools, or run `treadle collect`"
         )
     if not rows:
         raise DataError("no trajectory is admitted for SFT: run `treadle ingest` and `treadle curate` first")

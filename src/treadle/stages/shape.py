@@ -16,7 +16,6 @@ from treadle.batch import Example, Pack, divisor, pack, unfit
 from treadle.errors import DataError
 from treadle.losses import cross_entropy, dpo
 from treadle.report import Run
-from treadle.rollout import Job, rollout_seed
 from treadle.training import batches, cuts, imitation, joined, warmup_decay
 from treadle.types import Checkpoint, Trajectory, is_solved
 from treadle.workspace import Workspace
@@ -34,14 +33,15 @@ async def shape(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     """The parent itself when everything was solved. Raises DataError when no group gives a pair otherwise."""
     settings = ws.config.shape
     groups = await _sample(ws, parent)
-    pairs = [pair for group in groups for pair in pairs_of(group)]
+    found = [pair for group in groups for pair in pairs_of(group)]
+    pairs = [pair for pair in found if unfit(*_rows(0, pair), limit=ws.config.pack_tokens) is None]
     played = ws.store.admit_training(t for group in groups for t in group)
     solved, failed = _told_apart(played)
     ungraded = len(played) - len(solved) - len(failed)
     if solved and not failed:
         ws.console.print("shape: no graded rollout failed its task: nothing to prefer, the policy stays as it is")
         return parent
-    sound = [row for t in solved if unfit(row := imitation(t), ws.config.pack_tokens) is None]
+    sound = [row for t in solved if unfit(row := imitation(t), limit=ws.config.pack_tokens) is None]
     if not pairs or not sound:
         raise DataError(
             f"shape: {len(pairs)} pairs and {len(sound)} rollouts to imitate in {len(groups)} groups ({len(solved)} "
@@ -56,7 +56,8 @@ async def shape(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
         "solved": len(solved),
         "solved_unused": len(solved) - min(len(sound), len(plan) * half),
         "pairs": len(pairs),
-        "failed_unpaired": len(failed) - len(pairs),
+        "pairs_unfit": len(found) - len(pairs),
+        "failed_unpaired": len(failed) - len(found),
         "ungraded": ungraded,
     }
     for preferred, _, _ in plan:  # the reference is the policy before its first update
@@ -79,19 +80,10 @@ async def _sample(ws: Workspace, parent: Checkpoint) -> list[list[Trajectory]]:
     settings = ws.config.shape
     tasks = ws.training_tasks()
     order = np.random.default_rng([ws.config.seed, 1]).permutation(len(tasks))
+    chosen = [tasks[i] for i in order[: settings.tasks]]
+    engine = await ws.engine(parent)
     prefix = ws.probes(parent.id)
-    jobs = [
-        Job(
-            id=f"{prefix}{tasks[i].id}-{member}",
-            task=tasks[i],
-            seed=rollout_seed(ws.config.seed, "shape", tasks[i].id, member),
-            group=f"{prefix}{tasks[i].id}",
-        )
-        for i in order[: settings.tasks]
-        for member in range(settings.group)
-    ]
-    played = await ws.play(await ws.engine(parent), parent.id, jobs, 1.0, "shape: sampling")
-    return [played[start : start + settings.group] for start in range(0, len(played), settings.group)]
+    return await ws.play_groups(engine, parent.id, chosen, settings.group, prefix, "shape", "shape: sampling")
 
 
 def _told_apart(rollouts: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:

@@ -19,13 +19,13 @@ from treadle.models import model_config
 from treadle.pool.curate import curate
 from treadle.pool.ingest import ingest
 from treadle.prune import check_layers
-from treadle.report import Run, curves, stage_table
+from treadle.report import Run, curves, gather, stage_table
 from treadle.stages.check import check
 from treadle.stages.collect import collect
 from treadle.stages.distill import distill
 from treadle.stages.eval import evaluate
 from treadle.stages.release import Verdict, release
-from treadle.stages.rl import rl, student_rl
+from treadle.stages.rl import rl
 from treadle.stages.serve import serve_tasks
 from treadle.stages.sft import sft
 from treadle.stages.shape import shape
@@ -38,7 +38,7 @@ Result = dict[str, Any]
 async def turn(ws: Workspace) -> Run:
     """Run every stage, from raw logs to a served agent; returns the run, whose folder holds the report."""
     number, start = _where(ws)
-    _check_model(Path(start.path), ws.config)  # refused now, not after all that comes before the student
+    _check_model(Path(ws.base.path), ws.config)  # refused now, not after all that comes before the student
     ws.console.print(f"turn {number}, from {start.id}")
     t = Turn(ws, number)
     await t.stage("check", lambda: check(ws), t.tasks)
@@ -53,15 +53,18 @@ async def turn(ws: Workspace) -> Run:
     await t.evaluate(shaped)
     teacher = await t.train("rl", rl, shaped)
     await t.evaluate(teacher)
-    student = await t.train("distill", distill, teacher)
-    await t.evaluate(student)
-    if ws.config.distill.rl_steps:
-        student = await t.train("distill-rl", student_rl, student)
+    candidates = [(teacher, [start])]
+    layers = ws.config.distill.layers
+    if model_config(Path(teacher.path))["num_hidden_layers"] > layers:
+        student = await t.train("distill", distill, teacher)
         await t.evaluate(student)
+        candidates.append((student, [teacher, start]))
+    else:
+        ws.console.print(f"distill: {teacher.id} has no more layers than distill.layers = {layers}: no student")
 
     await t.release(start, teacher, "the gate's own test")  # what went in should be refused
     released = start
-    for candidate, against in ((teacher, [start]), (student, [teacher, start])):
+    for candidate, against in candidates:
         if all([await t.release(candidate, incumbent) for incumbent in against]):
             released = candidate
     await t.stage("serve", lambda: serve_tasks(ws, released, number), released.id)
@@ -131,7 +134,6 @@ class Turn:
 
         played = fingerprint(self.ws.stage_config("eval"))
         result = await self.stage("release", judged, candidate.id, incumbent.id, self.tasks, played)
-        result.pop("seconds", None)
         verdict = msgspec.convert(result, Verdict)
         said = "not worse" if verdict.released else f"refused: {verdict.reasons()}"
         self.ws.console.print(f"{title}: {candidate.stage} against {incumbent.stage}: {said}")
@@ -143,7 +145,7 @@ class Turn:
         self.ws.console.print(table)
         with (self.run.path / "table.txt").open("w", encoding="utf-8") as file:
             Console(file=file, width=120).print(table)
-        curves([self.run.metrics], self.run.path / "curves.png")
+        curves(gather([self.run.path]), self.run.path / "curves.png")
         self.ws.console.print(f"released: {released.id}; figure, table and metrics in {self.run.path}")
         self.ws.console.print(
             f"serve it: treadle serve {released.id} -w {self.ws.path}; turn on: treadle turn -w {self.ws.path}"

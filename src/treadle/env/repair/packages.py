@@ -5,10 +5,8 @@ Any pure-Python package on the index works: its wheel, or else its source archiv
 
 from __future__ import annotations
 
-import fnmatch
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 import zipfile
@@ -18,7 +16,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from treadle.errors import DataError, UserError
-from treadle.sandbox.places import locked
+from treadle.sandbox.places import locked, pip_command
 from treadle.types import Record, fingerprint
 
 PYTEST = "pytest==9.2.0"
@@ -121,14 +119,8 @@ class PackageSource:
         return ends[0] if len(ends) == 1 else None
 
     def _matching(self, globs: Sequence[str]) -> tuple[str, ...]:
-        files = sorted(path.relative_to(self.root) for path in self.root.rglob("*.py"))
-        return tuple(
-            file.as_posix()
-            for file in files
-            for glob in globs
-            if file.parent.as_posix() == PurePosixPath(glob).parent.as_posix()
-            and fnmatch.fnmatch(file.as_posix(), glob)
-        )
+        files = {file.relative_to(self.root) for glob in globs for file in self.root.glob(glob)}
+        return tuple(file.as_posix() for file in sorted(files))
 
 
 def package_sources(packages: Sequence[Package], cache: Path) -> tuple[Path, dict[str, PackageSource]]:
@@ -185,13 +177,11 @@ def _fetch(package: Package, tree: Path) -> None:
     with tempfile.TemporaryDirectory(dir=tree.parent) as scratch:
         folder, unpacked = Path(scratch) / "download", Path(scratch) / "unpacked"
         kind = ["--no-binary", package.name] if package.archive else ["--only-binary", package.name]
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *kind, "--dest", str(folder)]
+        command = [*pip_command(), "download", "--quiet", "--no-deps", *kind, "--dest", str(folder)]
         done = subprocess.run([*command, package.requirement], capture_output=True, text=True, check=False)
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-            raise UserError(
-                f"can't fetch {package.requirement} ({last[0]}): check the network and that pip is installed"
-            )
+            raise UserError(f"can't fetch {package.requirement} ({last[0]}): check the network")
         _unpack(next(folder.iterdir()), unpacked)
         shutil.move(unpacked, tree / package.name)
 

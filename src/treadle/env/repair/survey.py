@@ -64,7 +64,7 @@ def shown_name(source: PackageSource, target: Target) -> str:
 def lines_above(source: PackageSource, target: Target) -> int:
     """How far down a training task moves the function's module, for the same reason: line numbers have to be read.
 
-    None for a package held out. Without this, what has seen three digits alone leaves out the fourth.
+    0 for a package held out. Without this, what has seen three digits alone leaves out the fourth.
     """
     rng = random.Random(f"{target.key} above")
     return 0 if source.package.held_out or rng.random() < NOT_MOVED else rng.randrange(1, FARTHEST)

@@ -198,7 +198,8 @@ def _task(bench: TestBench, candidate: _Candidate, failing: Sequence[str], seed:
     function, package = target.function, source.package
     edits = ((target.path, change.line, candidate.line),)
     scene = msgspec.structs.replace(scene_about(source, target), tests=named, edits=edits)
-    before, right, after = source.text(target.path).split("\n")[change.line - 2 : change.line + 1]
+    lines = ["", *source.text(target.path).split("\n"), ""]  # so that the first and the last have neighbours too
+    before, right, after = lines[change.line - 1 : change.line + 2]
     old, new = undoing(change, right)
     return Task(
         id=f"repair-{package.name}-{candidate.level}-{fingerprint(name)}",

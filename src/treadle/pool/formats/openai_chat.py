@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import DataError
+from treadle.feedback.process import is_marked
 from treadle.pool.formats.base import BadRecord, Quarantine
-from treadle.pool.formats.openai_messages import Reader, written_arguments
+from treadle.pool.formats.openai_messages import Reader, write_call
 from treadle.store import task_of
 from treadle.types import (
     End,
     Message,
-    Node,
     Outcome,
     Source,
     Tool,
-    ToolCall,
     Trajectory,
     fingerprint,
     to_builtins,
@@ -85,8 +84,8 @@ def read_row(row: dict[str, Any]) -> Trajectory:
     reader.read(messages)
     end = _end(given)
     interrupted = reader.unanswered(ended=end not in (End.UNKNOWN, End.INTERRUPTED))
-    labels = {"interrupted": str(len(interrupted))} if interrupted else {}
-    labels |= {"empty_replies": str(reader.empty_replies)} if reader.empty_replies else {}
+    lacks = {"interrupted": len(interrupted), "empty_replies": reader.empty_replies}
+    counts = {name: n for name, n in reader.counts.items() if n} | _unread(row, given)
     served = given.get("source") == Source.SERVED
     trajectory = Trajectory(
         id=_identity(row),
@@ -98,9 +97,8 @@ def read_row(row: dict[str, Any]) -> Trajectory:
         nodes=reader.nodes,
         outcome=Outcome(end=End.INTERRUPTED if interrupted else end, reward=_reward(given)),
         group=_text(given, "group"),
-        labels=labels,
         created=_number(given, "created"),
-        extra=_extra(row, given, {name: n for name, n in reader.counts.items() if n} | _unread(row, given)),
+        extra=_extra(row, given, counts) | {name: n for name, n in lacks.items() if n},
     )
     _check_storable(trajectory)
     return trajectory
@@ -118,13 +116,16 @@ def _load(text: str) -> dict[str, Any]:
     return row
 
 
+def _unpacked(value: Any) -> Any:
+    """Logs also hold JSON as text. Raises ValueError or RecursionError where the text is none."""
+    return json.loads(value, parse_constant=lambda _: None) if isinstance(value, str) else value
+
+
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    messages = row.get("messages")
-    if isinstance(messages, str):
-        try:
-            messages = json.loads(messages, parse_constant=lambda _: None)
-        except (ValueError, RecursionError) as error:
-            raise BadRecord("bad_messages", f"'messages' is text that is not JSON: {error}") from error
+    try:
+        messages = _unpacked(row.get("messages"))
+    except (ValueError, RecursionError) as error:
+        raise BadRecord("bad_messages", f"'messages' is text that is not JSON: {error}") from error
     if not isinstance(messages, list) or not messages:
         raise BadRecord("no_messages", "expected a non-empty list under 'messages'")
     for index, message in enumerate(messages):
@@ -140,12 +141,10 @@ def _metadata(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_metadata(row: dict[str, Any]) -> dict[str, Any] | None:
-    metadata = row.get("metadata")
-    if isinstance(metadata, str):  # like messages, found as JSON text
-        try:
-            metadata = json.loads(metadata, parse_constant=lambda _: None)
-        except (ValueError, RecursionError):
-            return None
+    try:
+        metadata = _unpacked(row.get("metadata"))
+    except (ValueError, RecursionError):
+        return None
     return metadata if isinstance(metadata, dict) else None
 
 
@@ -216,12 +215,10 @@ def _identity(row: dict[str, Any]) -> str:
 
 
 def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
-    tools = row.get("tools")
-    if isinstance(tools, str):  # like messages, found as JSON text
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            return []
+    try:
+        tools = _unpacked(row.get("tools"))
+    except (ValueError, RecursionError):
+        return []
     return tools if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools) else []
 
 
@@ -264,20 +261,14 @@ def to_row(trajectory: Trajectory, tools: Sequence[Tool] = ()) -> dict[str, Any]
         "group": trajectory.group,
         "created": trajectory.created,
         "source": str(trajectory.source),
-        "untrained": [i for i, node in enumerate(path) if _not_imitated(node)],
+        "untrained": [i for i, node in enumerate(path) if node.message.role == "assistant" and is_marked(node)],
         "failures": {str(i): node.failure for i, node in enumerate(path) if node.failure},
     }
     return {
         "messages": [_write_message(node.message) for node in path],
-        "tools": [_write_tool(tool) for tool in tools] or [*map(_wire_tool, trajectory.extra.get("tools", []))],
+        "tools": [write_tool(tool) for tool in tools] or [*map(_wire_tool, trajectory.extra.get("tools", []))],
         "metadata": {name: value for name, value in metadata.items() if value not in (None, [], {})},
     }
-
-
-def _not_imitated(node: Node) -> bool:
-    """A marked mistake, or a reply copied from an earlier episode, where it is trained already."""
-    marked = node.extra.get("untrained") or node.extra.get("copied_from")
-    return node.message.role == "assistant" and bool(marked)
 
 
 def _write_message(message: Message) -> dict[str, Any]:
@@ -286,17 +277,12 @@ def _write_message(message: Message) -> dict[str, Any]:
         written["reasoning_content"] = message.reasoning
     if message.tool_calls:
         written["content"] = message.content or None
-        written["tool_calls"] = [_write_call(call) for call in message.tool_calls]
+        written["tool_calls"] = [write_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
         written["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         written["name"] = message.name
     return written
-
-
-def _write_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": written_arguments(call)}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _wire_tool(kept: dict[str, Any]) -> dict[str, Any]:
@@ -306,6 +292,6 @@ def _wire_tool(kept: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: kept.get(name) for name in ("name", "description", "parameters")}}
 
 
-def _write_tool(tool: Tool) -> dict[str, Any]:
+def write_tool(tool: Tool) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description, "parameters": to_builtins(tool.parameters)}
     return {"type": "function", "function": function}

@@ -7,13 +7,13 @@ A call that nothing answers is reported as unanswered; a result that answers not
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from typing import Any
 
 import msgspec
 
 from treadle.pool.formats.base import BadRecord
+from treadle.render.hermes import finite
 from treadle.types import Message, Node, ToolCall, unstorable
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -182,34 +182,23 @@ def _given_calls(given: dict[str, Any], index: int) -> list[Any]:
 def read_call(call_id: str, name: str, given: Any) -> ToolCall:
     """Arguments as an object, as a JSON string, as a string of a string, absent, or broken (kept as `raw`)."""
     value = given
-    problem = ""
+    problem = "" if name.strip() else "the call names no tool"
     for _ in range(2):
         if isinstance(value, str) and value.strip():
             try:
-                value = json.loads(value, parse_constant=_no_number, parse_float=_finite)
+                value = json.loads(value, parse_constant=finite, parse_float=finite)
             except (ValueError, RecursionError) as error:
-                problem = f"arguments are not valid JSON: {error}"
+                problem = problem or f"arguments are not valid JSON: {error}"
                 break
     if value is None or value == "":
-        return ToolCall(id=call_id, name=name, arguments={})
+        value = {}
     if isinstance(value, dict):
-        problem = unstorable(value)
+        problem = problem or unstorable(value)
         if not problem:
             return ToolCall(id=call_id, name=name, arguments=value)
-    text = given if isinstance(given, str) else json.dumps(given)
+    text = given if isinstance(given, str) else json.dumps({} if given is None else given)
     problem = problem or f"arguments must be an object, found {type(value).__name__}"
     return ToolCall(id=call_id, name=name, arguments=None, raw=_raw(name, text), error=problem)
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"{text} is beyond what a number can be")
-    return number
 
 
 def written_arguments(call: ToolCall) -> str:
@@ -219,6 +208,10 @@ def written_arguments(call: ToolCall) -> str:
     before, after = _raw(call.name, "\0").split("\0")
     inside = call.raw.startswith(before) and call.raw.endswith(after)
     return call.raw[len(before) : len(call.raw) - len(after)] if inside else call.raw
+
+
+def write_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": written_arguments(call)}}
 
 
 def _raw(name: str, arguments: str) -> str:
