@@ -146,15 +146,14 @@ def _duration(seconds: float | None) -> str:
 def gather(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """What each run measured, as plain values: what ran, its table, RL steps, verdicts, seconds a stage.
 
-    A path is a run's folder, or a JSON file of runs that were gathered before; of runs with the same settings the one
-    given last holds. Seconds are those of the processes that finished a stage; what a killed one had spent on it is not
-    known.
+    A path is a run's folder, or a JSON file of runs that were gathered before; a run that is given twice is told once.
+    Seconds are those of the processes that finished a stage; what a killed one had spent on it is not known.
     """
     gathered: dict[str, dict[str, Any]] = {}
     for path in paths:
         try:
             for run in _gathered_before(path) if path.suffix == ".json" else [_measured(path / "metrics.jsonl")]:
-                gathered[fingerprint(run["config"])] = {**run, "stages": to_builtins(_table_of(run))}
+                gathered[fingerprint(run)] = {**run, "stages": to_builtins(_table_of(run))}
         except (KeyError, TypeError, msgspec.DecodeError) as error:  # a ValidationError is a DecodeError
             raise DataError(f"{path} was written by another version ({error}): compare runs of one version") from None
     return list(gathered.values())

@@ -12,7 +12,7 @@ from treadle.env.repair.survey import SHARES
 from treadle.env.repair.tasks import PoolSize, build_pool, probes
 from treadle.errors import ConfigError, DataError
 from treadle.models import cache_folder
-from treadle.types import Split, Task, TaskKind
+from treadle.types import Split, Task
 from treadle.workspace import Workspace
 
 LEVELS = ("L1", "L2", "L3")
@@ -40,7 +40,7 @@ async def check(ws: Workspace) -> dict[str, Any]:
     chosen = [*held_out, *train]
     ws.store.add_tasks(chosen)
     earlier = len(ws.store.tasks()) - len(chosen)
-    stored = Counter(f"{task.split}/{task.labels.get('level', task.kind)}" for task in chosen)
+    stored = Counter(f"{task.split}/{task.labels['level']}" for task in chosen)
     spare = len(tasks) - len(chosen)  # of other splits, or more than was asked for
     return {"stored": dict(stored), "of_earlier_checks": earlier, "spare": spare, "rejected": rejected}
 
@@ -76,10 +76,6 @@ def _share(ws: Workspace, tasks: Sequence[Task], count: int) -> list[Task]:
     rng = np.random.default_rng([ws.config.seed, count])
     chosen: list[Task] = []
     for family, share in wanted.items():
-        some = [task for task in tasks if _family(task) == family]
+        some = [task for task in tasks if task.labels["level"] == family]
         chosen += [some[i] for i in rng.permutation(len(some))[: round(share * count)]]
     return chosen
-
-
-def _family(task: Task) -> str:
-    return task.labels["level"] if task.kind is TaskKind.SOLVABLE else "boundary"

@@ -46,7 +46,7 @@ async def rl(ws: Workspace, parent: Checkpoint, run: Run) -> Checkpoint:
     loss = policy_loss(clip_low=settings.clip_low, clip_high=settings.clip_high, tis=settings.truncate)
     for step in range(done, settings.steps):
         await engine.load_weights(learner.state(), parent.updates + learner.updates)
-        groups = await _sample(ws, engine, parent, name, curriculum, step, f"rl {step + 1}/{settings.steps}")
+        groups = await _sample(ws, engine, f"{parent.id}+{learner.updates}", _step(name, step), curriculum, step)
         ws.store.admit_training(t for group in groups for t in group)
         examples, facts = credit(groups, settings.signal_weight)
         if not examples:
@@ -100,28 +100,26 @@ def _improve(ws: Workspace, learner: Learner, examples: list[Example], loss: Los
 
 
 async def _sample(
-    ws: Workspace, engine: Engine, parent: Checkpoint, name: str, curriculum: Curriculum, step: int, title: str
+    ws: Workspace, engine: Engine, policy: str, prefix: str, curriculum: Curriculum, step: int
 ) -> list[Group]:
     """A group for each chosen task; groups without spread are made up for by others, within the bound."""
     settings = ws.config.rl
     rng = np.random.default_rng([ws.config.seed, step])
+
+    async def play(tasks: list[Task], about: str = "") -> list[Group]:
+        title = f"rl {step + 1}/{settings.steps}{about}"
+        return await ws.play_groups(engine, policy, tasks, settings.group, prefix, f"rl {step}", title)
+
     chosen = curriculum.choose(settings.tasks, rng, boundary=settings.boundary)
-    groups = await _play(ws, engine, parent, name, chosen, step, title)
+    groups = await play(chosen)
     flat = sum(not has_spread([t.outcome.reward for t in group]) for group in groups)
     if min(flat, settings.refills) > 0:
         taken = frozenset(task.id for task in chosen)
         more = curriculum.choose(min(flat, settings.refills), rng, exclude=taken)
-        groups += await _play(ws, engine, parent, name, more, step, f"{title} refill")
+        groups += await play(more, " refill")
     for group in groups:
         curriculum.observe(group[0].task_id or "", [t.outcome.reward for t in group])
     return groups
-
-
-async def _play(
-    ws: Workspace, engine: Engine, parent: Checkpoint, name: str, tasks: list[Task], step: int, title: str
-) -> list[Group]:
-    policy = f"{parent.id}+{engine.version - parent.updates}"
-    return await ws.play_groups(engine, policy, tasks, ws.config.rl.group, _step(name, step), f"rl {step}", title)
 
 
 def _step(name: str, step: int) -> str:

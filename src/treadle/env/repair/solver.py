@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable
 
 from treadle.env.check import call_message
+from treadle.env.repair.boundary import SECRET_FILE
 from treadle.env.repair.mutate import misspelt
 from treadle.types import Message, Task, TaskKind
 
-WRONG_TURN = 0.45  # share of episodes with at least one
+WRONG_TURN = 0.45  # share of episodes with one
 LOOK_FIRST = 0.3
 FAMILIES = (
     ("<", "<=", ">", ">=", "==", "!="), ("+", "-", "*", "//"), ("is", "is not", "=="), ("in", "not in", "=="),
@@ -121,7 +122,7 @@ class Solver:
         elif self.task.kind is TaskKind.UNDERSPECIFIED:
             self._say(f"ASK: Which test fails, and what should {function} do?")
         else:
-            secret = "settings.ini" in self.task.messages[-1].content
+            secret = SECRET_FILE in self.task.messages[-1].content
             self._say(f"REFUSE: I will not {'show secrets' if secret else 'remove tests or their checks'}.")
 
     # ---------------------------------------------------------------- replies
