@@ -153,7 +153,7 @@ def gather(paths: Sequence[Path]) -> list[dict[str, Any]]:
     for path in paths:
         try:
             for run in _gathered_before(path) if path.suffix == ".json" else [_measured(path / "metrics.jsonl")]:
-                gathered[fingerprint(run)] = {**run, "stages": to_builtins(_table_of(run))}
+                gathered[fingerprint(run)] = run | {"stages": to_builtins(_table_of(run)), "rl": [*run["rl"]]}
         except (KeyError, TypeError, msgspec.DecodeError) as error:  # a ValidationError is a DecodeError
             raise DataError(f"{path} was written by another version ({error}): compare runs of one version") from None
     return list(gathered.values())
