@@ -315,9 +315,9 @@ def unfit(*examples: Example, limit: int) -> str | None:
     report = DropReport()
     rows = [_row(index, example) for index, example in enumerate(examples)]
     cut = [reason for row in rows if (reason := _shorten(row, limit, report))]
-    if cut or _units(rows, report, limit):
-        return cut[0] if cut else None
-    return next(iter(report.dropped))
+    if cut:
+        return cut[0]
+    return None if _units(rows, report, limit) else next(iter(report.dropped))
 
 
 def pack(examples: Sequence[Example], max_tokens: int, max_row: int | None = None) -> tuple[list[Pack], DropReport]:

@@ -152,18 +152,19 @@ def gather(paths: Sequence[Path]) -> list[dict[str, Any]]:
     gathered: dict[str, dict[str, Any]] = {}
     for path in paths:
         try:
-            for run in _gathered_before(path) if path.suffix == ".json" else [_measured(path / "metrics.jsonl")]:
-                gathered[fingerprint(run)] = run | {"stages": to_builtins(_table_of(run)), "rl": [*run["rl"]]}
+            runs = _gathered_before(path) if path.suffix == ".json" else [_measured(path / "metrics.jsonl")]
         except (KeyError, TypeError, msgspec.DecodeError) as error:  # a ValidationError is a DecodeError
             raise DataError(f"{path} was written by another version ({error}): compare runs of one version") from None
+        gathered |= {fingerprint(run): run for run in runs}
     return list(gathered.values())
 
 
 def _gathered_before(path: Path) -> list[dict[str, Any]]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+        runs = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
     except OSError as error:
         raise DataError(f"no results at {path} ({error.strerror})") from None
+    return [run | {"stages": to_builtins(_table_of(run)), "rl": [*run["rl"]]} for run in runs]
 
 
 def _table_of(run: dict[str, Any]) -> list[StageRow]:

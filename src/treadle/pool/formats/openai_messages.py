@@ -196,7 +196,7 @@ def read_call(call_id: str, name: str, given: Any) -> ToolCall:
         problem = problem or unstorable(value)
         if not problem:
             return ToolCall(id=call_id, name=name, arguments=value)
-    text = given if isinstance(given, str) else json.dumps({} if given is None else given)
+    text = given if isinstance(given, str) else json.dumps(value)
     problem = problem or f"arguments must be an object, found {type(value).__name__}"
     return ToolCall(id=call_id, name=name, arguments=None, raw=_raw(name, text), error=problem)
 
